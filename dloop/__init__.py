@@ -1,0 +1,31 @@
+"""Looped speculative decoding: draft while the drafter is confident, verify once, the output is the target's."""
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from dloop.api import Generation, generate, generate_autoregressive, stream
+    from dloop.errors import UserError
+    from dloop.load import load_drafter, load_target
+
+__all__ = [
+    "Generation",
+    "UserError",
+    "generate",
+    "generate_autoregressive",
+    "load_drafter",
+    "load_target",
+    "stream",
+]
+
+_HOME = {"UserError": "dloop.errors", "load_drafter": "dloop.load", "load_target": "dloop.load"}
+
+
+def __getattr__(name: str) -> object:
+    """Import on first use: `import dloop` and `dloop --help` load neither torch nor transformers."""
+    if name not in __all__:
+        raise AttributeError(f"module 'dloop' has no attribute {name!r}; it has {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME.get(name, "dloop.api")), name)

@@ -1,0 +1,259 @@
+"""The facade: `generate`, `stream`, `generate_autoregressive`. Arguments are named like the command-line flags."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from dloop.drafters.block import BlockDrafter
+from dloop.errors import UserError
+from dloop.gate import FixedGate, GateSum
+from dloop.judge import Match
+from dloop.loop import Limits, Session, decode, run_one
+from dloop.sampling import Sampling, fresh_seed
+from dloop.targets.hf import HFTarget
+from dloop.types import FinishReason, First, Round
+
+Verify = Literal["auto", "match", "reject"]
+Budget = int | Literal["host"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that decides a decode besides the models and the prompt; see `generate` for the meanings."""
+
+    max_new_tokens: int = 256
+    loop_gate: float = 1.0
+    gate_sum: GateSum = "last"
+    max_stages: int = 12
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    verify: Verify = "auto"
+    stop_token_ids: Sequence[int] | Literal["model"] = "model"
+    tree_budget: Budget = "host"
+    stage_tree_budget: Budget = "host"
+    topk_k: int = 10
+    tree_width: int = 12
+    tree_beta: float = -0.2
+    draft_depth: int | None = None
+    mtp_k: int | None = None
+    exact: bool | Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """A finished text and how it came about."""
+
+    tokens: list[int]  # new tokens only, cut at the stop token (kept) or at max_new_tokens
+    first: int  # the token that prefill gave
+    rounds: list[Round]
+    finish_reason: FinishReason
+    seed: int | None  # the sampling seed in force; None when greedy
+    exact: bool  # whether the bit-identical mode was on
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean over rounds of accepted + 1, never cut; nan without a round."""
+        return sum(r.accepted + 1 for r in self.rounds) / len(self.rounds) if self.rounds else float("nan")
+
+
+class Stream:
+    """An iterator over rounds as they happen. `first` is the token prefill gave; `finish_reason` is known at the end."""
+
+    def __init__(self, events: Iterator[First | Round], seed: int | None) -> None:
+        self._events = events
+        self._first: First | None = None
+        self.seed = seed
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def first(self) -> int:
+        if self._first is None:
+            event = next(self._events)
+            assert isinstance(event, First)
+            self._first = event
+            self.finish_reason = event.finish
+        return self._first.token
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Round:
+        _ = self.first
+        event = next(self._events)
+        assert isinstance(event, Round)
+        self.finish_reason = event.finish
+        return event
+
+
+def stream(
+    target: HFTarget,
+    drafter: BlockDrafter | None,
+    prompt_ids: Sequence[int] | Tensor,
+    max_new_tokens: int = 256,
+    loop_gate: float = 1.0,
+    gate_sum: GateSum = "last",
+    max_stages: int = 12,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    verify: Verify = "auto",
+    stop_token_ids: Sequence[int] | Literal["model"] = "model",
+    tree_budget: Budget = "host",
+    stage_tree_budget: Budget = "host",
+    topk_k: int = 10,
+    tree_width: int = 12,
+    tree_beta: float = -0.2,
+    draft_depth: int | None = None,
+    mtp_k: int | None = None,
+    exact: bool | Literal["auto"] = "auto",
+) -> Stream:
+    """Decode and yield the rounds as they happen; arguments as in `generate`. Arguments are checked at the call."""
+    settings = Settings(**{k: v for k, v in locals().items() if k not in ("target", "drafter", "prompt_ids")})
+    return start(target, drafter, prompt_ids, settings)
+
+
+def generate(
+    target: HFTarget,
+    drafter: BlockDrafter | None,
+    prompt_ids: Sequence[int] | Tensor,
+    max_new_tokens: int = 256,
+    loop_gate: float = 1.0,
+    gate_sum: GateSum = "last",
+    max_stages: int = 12,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    verify: Verify = "auto",
+    stop_token_ids: Sequence[int] | Literal["model"] = "model",
+    tree_budget: Budget = "host",
+    stage_tree_budget: Budget = "host",
+    topk_k: int = 10,
+    tree_width: int = 12,
+    tree_beta: float = -0.2,
+    draft_depth: int | None = None,
+    mtp_k: int | None = None,
+    exact: bool | Literal["auto"] = "auto",
+) -> Generation:
+    """Decode one prompt; the text is the one the target alone gives with the same arguments.
+
+    Args:
+        target, drafter: from `load_target` and `load_drafter`; drafter None is plain decoding.
+        prompt_ids: token ids, not empty; with max_new_tokens they must fit the target's context.
+        loop_gate: another stage is drafted while the stage's summed top-1 log-probability is at least this.
+            1.0 never opens (the host as released); -inf is always open.
+        gate_sum: "last" judges the stage just drafted, "all" the whole chain.
+        max_stages: most drafting stages before a verification.
+        temperature, top_k, top_p, seed: 0 is greedy; without a seed a fresh one is drawn and recorded.
+        verify: "match" (the text of plain sampling with the same seed, token for token) or "auto".
+        stop_token_ids: "model" takes the target's own.
+        tree_budget, stage_tree_budget, topk_k, tree_width, tree_beta, draft_depth, mtp_k: for the families that have
+            them; a value the family cannot honour is refused.
+        exact: bit-identical decoding; "auto" takes it where it is offered.
+
+    Raises UserError naming the value, the reason and the way out.
+    """
+    settings = Settings(**{k: v for k, v in locals().items() if k not in ("target", "drafter", "prompt_ids")})
+    return collect(start(target, drafter, prompt_ids, settings))
+
+
+def generate_autoregressive(
+    target: HFTarget,
+    prompt_ids: Sequence[int] | Tensor,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop_token_ids: Sequence[int] | Literal["model"] = "model",
+    exact: bool | Literal["auto"] = "auto",
+) -> Generation:
+    """The plain baseline: one target forward a token. Arguments as in `generate`."""
+    settings = Settings(**{k: v for k, v in locals().items() if k not in ("target", "prompt_ids")})
+    return collect(start(target, None, prompt_ids, settings))
+
+
+def start(
+    target: HFTarget, drafter: BlockDrafter | None, prompt_ids: Sequence[int] | Tensor, settings: Settings
+) -> Stream:
+    """Check everything, open fresh memory, and begin; the prompt is read when the first event is asked for."""
+    refuse_unsupported(settings, drafter)
+    prompt = check_prompt(prompt_ids, target, settings.max_new_tokens)
+    sampling = sampling_of(settings)
+    limits = limits_of(settings, target)
+    session = Session(
+        target=target.open(drafter.taps if drafter else ()), drafter=drafter.open() if drafter else None
+    )
+    gate = FixedGate(settings.loop_gate, settings.gate_sum)
+    task = decode(session, 0, prompt, gate=gate, judge=Match(sampling), limits=limits)
+    return Stream(run_one(task, session), None if sampling.is_greedy else sampling.seed)
+
+
+def collect(stream: Stream) -> Generation:
+    first = stream.first
+    rounds = list(stream)
+    assert stream.finish_reason is not None
+    tokens = [first, *(token for r in rounds for token in r.emitted)]
+    return Generation(
+        tokens=tokens, first=first, rounds=rounds, finish_reason=stream.finish_reason, seed=stream.seed, exact=False
+    )
+
+
+def sampling_of(settings: Settings) -> Sampling:
+    seed = fresh_seed() if settings.seed is None else settings.seed
+    return Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=seed)
+
+
+def limits_of(settings: Settings, target: HFTarget) -> Limits:
+    if settings.max_stages < 1:
+        raise UserError(f"max_stages={settings.max_stages} must be at least 1")
+    given = settings.stop_token_ids
+    stops = target.stop_ids if isinstance(given, str) else frozenset(given)
+    outside = [token for token in stops if not 0 <= token < target.vocab_size]
+    if outside or (isinstance(given, str) and given != "model"):
+        raise UserError(f"stop_token_ids={given!r} must be 'model' or ids below {target.vocab_size}")
+    return Limits(
+        max_new_tokens=settings.max_new_tokens, stop_ids=stops, max_stages=settings.max_stages, context=target.context
+    )
+
+
+def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_tokens: int) -> list[int]:
+    prompt: list[int] = prompt_ids.flatten().tolist() if isinstance(prompt_ids, Tensor) else list(prompt_ids)
+    if isinstance(prompt_ids, Tensor) and prompt_ids.ndim > 1 and prompt_ids.shape[0] != 1:
+        raise UserError(f"prompt_ids of shape {tuple(prompt_ids.shape)} holds several prompts; decode them one by one")
+    if not prompt:
+        raise UserError("the prompt is empty; give at least one token")
+    outside = [token for token in prompt if not 0 <= token < target.vocab_size]
+    if outside:
+        raise UserError(f"prompt token {outside[0]} is outside the vocabulary of {target.name} (0..{target.vocab_size - 1})")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    if len(prompt) + max_new_tokens > target.context:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens} exceed the context of {target.name} "
+            f"({target.context} positions); shorten the prompt or lower max_new_tokens"
+        )
+    return prompt
+
+
+def refuse_unsupported(settings: Settings, drafter: BlockDrafter | None) -> None:
+    """Options that nothing here can honour are refused by name, never ignored."""
+    family = drafter.family if drafter else "plain decoding"
+    for name in ("tree_budget", "stage_tree_budget"):
+        value: Budget = getattr(settings, name)
+        if value not in ("host", 0):
+            raise UserError(f"{name}={value!r}: trees are not offered for {family}; use 0 or 'host' (a chain)")
+    for name in ("draft_depth", "mtp_k"):
+        if getattr(settings, name) is not None:
+            raise UserError(f"{name}={getattr(settings, name)} does not apply to {family}; leave it out")
+    if settings.verify == "reject":
+        raise UserError("verify='reject' is not offered yet; 'match' gives plain sampling's text with the same seed")
+    if settings.verify not in ("auto", "match"):
+        raise UserError(f"verify={settings.verify!r} is not known; choose 'auto' or 'match'")
+    if settings.exact is True:
+        raise UserError("exact=True needs the fast path, which is not offered here; use exact='auto' or dtype float32")

@@ -1,0 +1,209 @@
+"""Reading and writing the configuration files of block drafters in both published layouts.
+
+Sources: DeepSpec's flat layout (Qwen3DSparkModel), SpecForge's nested layout (`dflash_config`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from dloop.drafters.gap import READINGS
+from dloop.errors import UserError
+from dloop.types import GapRows
+
+Json = Mapping[str, object]
+MarkovHeadType = Literal["vanilla", "gated", "rnn"]
+
+DEEPSPEC_ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """What all block drafters share."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_positions: int
+    attention_bias: bool
+    block_size: int  # rows of one stage, B
+    label_shift: int  # l: 1 if rows carry same-position labels, 0 if next-token labels
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    gap_rows: GapRows = "producing"
+
+    @property
+    def stage_len(self) -> int:
+        return self.block_size - self.label_shift
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(BlockConfig):
+    """DSpark: a Markov head (rank 0: none) and an optional confidence head."""
+
+    markov_rank: int
+    markov_head_type: MarkovHeadType
+    confidence_head: bool
+    confidence_with_markov: bool
+
+
+class Reader:
+    """Typed look-ups in a config file; a missing or ill-typed value is an error that names the file and the key."""
+
+    def __init__(self, raw: Json, source: str) -> None:
+        self.raw = raw
+        self.source = source
+        nested = raw.get("dflash_config")
+        self.nested: Json = cast(Json, nested) if isinstance(nested, Mapping) else {}
+
+    def fail(self, message: str) -> UserError:
+        return UserError(f"{self.source}: {message}")
+
+    def find(self, key: str) -> object:
+        """Nested first, then top level: newer files nest what older ones keep flat."""
+        value = self.nested.get(key, self.raw.get(key))
+        if value is None:
+            raise self.fail(f"the config has no {key!r}; it is needed and never guessed: add it to config.json")
+        return value
+
+    def has(self, key: str) -> bool:
+        return self.nested.get(key, self.raw.get(key)) is not None
+
+    def integer(self, key: str) -> int:
+        value = self.find(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.fail(f"{key}={value!r} must be a whole number >= 0")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.find(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.fail(f"{key}={value!r} must be a number")
+        return float(value)
+
+    def boolean(self, key: str) -> bool:
+        value = self.find(key)
+        if not isinstance(value, bool):
+            raise self.fail(f"{key}={value!r} must be true or false")
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        value = self.find(key)
+        if not isinstance(value, list) or not all(isinstance(x, int) for x in cast(list[object], value)):
+            raise self.fail(f"{key}={value!r} must be a list of whole numbers")
+        return tuple(cast(list[int], value))
+
+    def rope_theta(self) -> float:
+        """Transformers 5 writes `rope_parameters`, older files `rope_theta`; a missing base is never defaulted."""
+        parameters = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        if not isinstance(parameters, Mapping):
+            raise self.fail(f"rope parameters {parameters!r} must be an object")
+        rope = cast(Json, parameters)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise self.fail(f"rope type {kind!r} is not supported for block drafters; supported: 'default'")
+        if "rope_theta" in rope:
+            return Reader(rope, self.source).number("rope_theta")
+        return self.number("rope_theta")
+
+
+def read_block(reader: Reader, label_shift: int) -> dict[str, object]:
+    """The fields all block families share; refuses what the shared stage function does not compute."""
+    raw = reader.raw
+    if raw.get("hidden_act", "silu") != "silu":
+        raise reader.fail(f"hidden_act={raw['hidden_act']!r} is not supported; block drafters use 'silu'")
+    layer_types = cast(list[object], raw.get("layer_types") or [])
+    if any(kind != "full_attention" for kind in layer_types):
+        raise reader.fail(f"layer_types={layer_types} has sliding layers, which are not supported; use full attention")
+    return {
+        "hidden_size": reader.integer("hidden_size"),
+        "intermediate_size": reader.integer("intermediate_size"),
+        "num_layers": reader.integer("num_hidden_layers"),
+        "num_heads": reader.integer("num_attention_heads"),
+        "num_kv_heads": reader.integer("num_key_value_heads"),
+        "head_dim": reader.integer("head_dim"),
+        "vocab_size": reader.integer("vocab_size"),
+        "rms_norm_eps": reader.number("rms_norm_eps"),
+        "rope_theta": reader.rope_theta(),
+        "max_positions": reader.integer("max_position_embeddings"),
+        "attention_bias": reader.boolean("attention_bias"),
+        "block_size": reader.integer("block_size"),
+        "label_shift": label_shift,
+        "mask_token_id": reader.integer("mask_token_id"),
+        "target_layer_ids": reader.integers("target_layer_ids"),
+        "num_target_layers": reader.integer("num_target_layers"),
+        "gap_rows": read_gap_rows(reader),
+    }
+
+
+def read_gap_rows(reader: Reader) -> GapRows:
+    """`dloop_config.gap_rows`, written by our training; released checkpoints carry none and get the default."""
+    own = reader.raw.get("dloop_config")
+    if own is None:
+        return "producing"
+    value = cast(Json, own).get("gap_rows", "producing") if isinstance(own, Mapping) else own
+    if value not in READINGS:
+        raise reader.fail(f"dloop_config.gap_rows={value!r} is not known; choose one of {', '.join(READINGS)}")
+    return cast(GapRows, value)
+
+
+def read_dspark(raw: Json, source: str) -> DSparkConfig:
+    """Parse either published layout. Raises UserError naming the key that is missing or wrong."""
+    reader = Reader(raw, source)
+    kind = reader.find("markov_head_type") if reader.has("markov_head_type") else "vanilla"
+    if kind not in ("vanilla", "gated", "rnn"):
+        raise reader.fail(f"markov_head_type={kind!r} is not known; choose vanilla, gated or rnn")
+    confidence = reader.boolean("enable_confidence_head") if reader.has("enable_confidence_head") else False
+    return DSparkConfig(
+        **read_block(reader, label_shift=0),  # pyright: ignore[reportArgumentType]
+        markov_rank=reader.integer("markov_rank"),
+        markov_head_type=kind,
+        confidence_head=confidence,
+        confidence_with_markov=reader.boolean("confidence_head_with_markov") if confidence else False,
+    )
+
+
+def write_dspark(config: DSparkConfig, dtype: str) -> dict[str, object]:
+    """The SpecForge nested layout, with both spellings of the RoPE base and the gap rows the training used."""
+    return {
+        "architectures": ["DSparkDraftModel"],
+        "model_type": "qwen3",
+        "attention_bias": config.attention_bias,
+        "attention_dropout": 0.0,
+        "block_size": config.block_size,
+        "dtype": dtype,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "max_position_embeddings": config.max_positions,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "num_target_layers": config.num_target_layers,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab_size,
+        "dflash_config": {
+            "projector_type": "dspark",
+            "attention_mode": "gqa",
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head_type,
+            "enable_confidence_head": config.confidence_head,
+            "confidence_head_with_markov": config.confidence_with_markov,
+            "confidence_head_alpha": 1.0,
+        },
+        "dloop_config": {"gap_rows": config.gap_rows},
+    }

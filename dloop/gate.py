@@ -1,0 +1,54 @@
+"""Does another drafting stage follow? The one decision that DLoop adds to speculative decoding."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from dloop.errors import UserError
+from dloop.types import Draft, Round
+
+GateSum = Literal["last", "all"]
+
+NEVER_OPENS = 1.0  # log-probabilities are at most 0, so this threshold is the host exactly as released
+ALWAYS_OPEN = float("-inf")
+
+
+class Gate(Protocol):
+    """One gate a sequence: it may remember what it observed."""
+
+    @property
+    def threshold(self) -> float | None:
+        """The value in force, for the records; None if the gate has none."""
+        ...
+
+    def opens(self, draft: Draft) -> bool:
+        """Whether one more stage is drafted before verification. Reads all stages drafted so far."""
+        ...
+
+    def observe(self, round: Round) -> None:
+        """Learn from a finished round."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedGate:
+    """The paper's gate: the stage's summed top-1 log-probability is at least `threshold`.
+
+    `over="all"` sums the whole chain instead of the last stage.
+    Source: paper, step (2); published flag --loop-gate.
+    """
+
+    threshold: float = NEVER_OPENS
+    over: GateSum = "last"
+
+    def __post_init__(self) -> None:
+        if self.threshold != self.threshold:
+            raise UserError("loop_gate=nan is not a threshold; give a number such as -0.5, or 1.0 for the host alone")
+        if self.over not in ("last", "all"):
+            raise UserError(f"gate_sum={self.over!r} is not known; choose 'last' or 'all'")
+
+    def opens(self, draft: Draft) -> bool:
+        score = draft.scores[-1] if self.over == "last" else sum(draft.scores)
+        return score >= self.threshold
+
+    def observe(self, round: Round) -> None:
+        """A fixed gate does not learn."""

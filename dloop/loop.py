@@ -1,0 +1,247 @@
+"""The paper: draft stage after stage while the gate is open, verify everything in one target forward, repeat.
+
+`decode` decodes one sequence. It never calls a forward for drafting or verification itself: it *asks* (yields a
+`StageRequest` or a `VerifyRequest`) and is *answered*. `run_one` answers a single sequence, `run_many` puts the
+requests of all live sequences together, so that there is one loop for one sequence and for many.
+"""
+
+import itertools
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from dloop.gate import Gate
+from dloop.types import (
+    Draft,
+    Features,
+    FinishReason,
+    First,
+    Round,
+    Rows,
+    Seen,
+    Stage,
+    StageEnd,
+    StageRecord,
+    StageRequest,
+    Verdict,
+    VerifyRequest,
+)
+
+Event = First | Round
+Task = Generator[StageRequest | VerifyRequest | Event, Stage | Seen | None, None]
+
+
+class Target(Protocol):
+    """A target's memory of some slots. Law: memory = committed rows + a speculative tail."""
+
+    def prefill(self, slot: int, tokens: list[int]) -> Seen:
+        """Start the slot anew with these tokens committed; logits of the last position, features of all."""
+        ...
+
+    def verify(self, rows: Rows) -> Seen:
+        """One forward over all rows; they become the tail of their slots."""
+        ...
+
+    def commit(self, slot: int, path: list[int]) -> None:
+        """Keep these rows of the slot's last verification (0 = the first of the slot), drop the rest of the tail."""
+        ...
+
+
+class Drafter(Protocol):
+    """A drafter's memory of some slots, under the same law: `extend` commits, `draft` writes the tail."""
+
+    @property
+    def stage_len(self) -> int:
+        """Tokens on the spine of one stage."""
+        ...
+
+    def extend(self, slot: int, position: int, tokens: list[int], features: Features) -> None:
+        """Commit verified positions from `position` on (0 starts the slot anew) and drop the tail."""
+        ...
+
+    def draft(self, requests: Sequence[StageRequest]) -> list[Stage]:
+        """Draft one stage for each request."""
+        ...
+
+
+class Session(NamedTuple):
+    """The two memories one decode works on; no drafter is plain decoding."""
+
+    target: Target
+    drafter: Drafter | None
+
+
+class Judge(Protocol):
+    """Decides which drafted tokens the target would have produced."""
+
+    def first(self, logits: Float[Tensor, " V"], position: int) -> int: ...
+
+    def __call__(self, draft: Draft, logits: Float[Tensor, "n V"]) -> Verdict: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When to stop: the text (max_new_tokens, stop_ids), the round (max_stages), the models (context, positions)."""
+
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    max_stages: int = 12
+    context: int
+
+    def cut(self, tokens: list[int], produced: int) -> tuple[list[int], FinishReason | None]:
+        """Cut at the first stop token (kept) or at the length limit; the earlier wins."""
+        room = self.max_new_tokens - produced
+        for index, token in enumerate(tokens[:room]):
+            if token in self.stop_ids:
+                return tokens[: index + 1], "stop"
+        return tokens[:room], "length" if len(tokens) >= room else None
+
+    def fits(self, draft: Draft, stage_len: int) -> bool:
+        """Whether one more stage stays inside the context."""
+        return draft.positions[draft.tip] + stage_len < self.context
+
+    def end(self, draft: Draft, produced: int, stage_len: int) -> StageEnd | None:
+        """Why no further stage may follow whatever the gate says; None if one may."""
+        if not self.stop_ids.isdisjoint(draft.drafted):
+            return "stop_token"
+        if draft.depth >= self.max_new_tokens - produced:
+            return "length"
+        if draft.num_stages >= self.max_stages:
+            return "max_stages"
+        return None if self.fits(draft, stage_len) else "context"
+
+
+def decode(session: Session, slot: int, prompt: list[int], *, gate: Gate, judge: Judge, limits: Limits) -> Task:
+    """Yield requests to be answered, and the text: one `First`, then one `Round` per target forward.
+
+    The emitted tokens are exactly what the target alone would emit under the same judge. Without a drafter every
+    round verifies the anchor alone: plain decoding.
+    """
+    target, drafter = session
+    seen = target.prefill(slot, prompt)
+    if drafter is not None:
+        drafter.extend(slot, 0, prompt, seen.features)
+    anchor, position = judge.first(seen.logits[-1], len(prompt)), len(prompt)
+    finish = limits.cut([anchor], 0)[1]
+    produced = 1
+    yield First(token=anchor, finish=finish)
+
+    while finish is None:
+        started = time.perf_counter()
+        draft, records = Draft.rooted(anchor, position), []
+        if drafter is not None:
+            draft, records = yield from grow(draft, slot, drafter.stage_len, gate, limits, produced)
+        drafted = time.perf_counter()
+        seen = yield VerifyRequest(slot=slot, draft=draft)
+        assert isinstance(seen, Seen)
+        verdict = judge(draft, seen.logits)
+        kept = [0, *verdict.path]
+        target.commit(slot, kept)
+        if drafter is not None:
+            drafter.extend(slot, position, [draft.tokens[node] for node in kept], seen.features.select(kept))
+
+        seconds = (drafted - started, time.perf_counter() - drafted)
+        now = settle(draft, records, verdict, limits, produced, seconds)
+        gate.observe(now)
+        yield now
+        anchor, position, finish = verdict.bonus, position + len(kept), now.finish
+        produced += len(now.emitted)
+
+
+def grow(
+    draft: Draft, slot: int, stage_len: int, gate: Gate, limits: Limits, produced: int
+) -> Generator[StageRequest, Stage | Seen | None, tuple[Draft, list[StageRecord]]]:
+    """Draft stage after stage while the gate is open: the confidence-gated drafting loop."""
+    records: list[StageRecord] = []
+    reason: StageEnd = "open" if limits.fits(draft, stage_len) else "context"
+    while reason == "open":
+        start, threshold = len(draft.tokens), gate.threshold
+        stage = yield StageRequest(slot=slot, anchor=draft.tokens[draft.tip], index=len(records))
+        assert isinstance(stage, Stage)
+        draft = draft.graft(stage)
+        reason = limits.end(draft, produced, stage_len) or "open" if gate.opens(draft) else "gate"
+        records.append(
+            StageRecord(start=start, stop=len(draft.tokens), score=stage.score, gate=threshold, reason=reason)
+        )
+    return draft, records
+
+
+def settle(
+    draft: Draft,
+    records: list[StageRecord],
+    verdict: Verdict,
+    limits: Limits,
+    produced: int,
+    seconds: tuple[float, float],
+) -> Round:
+    """Turn a verdict into the round's record: what was accepted, what reached the text, whether that ends it."""
+    accepted = [draft.tokens[node] for node in verdict.path]
+    bonus = verdict.bonus if limits.stop_ids.isdisjoint(accepted) else None
+    emitted, finish = limits.cut(accepted if bonus is None else [*accepted, bonus], produced)
+    return Round(
+        context_len=draft.positions[0],
+        draft=draft,
+        stage_records=records,
+        path=verdict.path,
+        bonus=bonus,
+        emitted=emitted,
+        draft_s=seconds[0],
+        verify_s=seconds[1],
+        finish=finish,
+    )
+
+
+def run_one(task: Task, session: Session) -> Iterator[Event]:
+    """Answer one sequence's requests; yield its text as it comes."""
+    for _, event in run_many([task], session):
+        yield event
+
+
+def run_many(tasks: Sequence[Task], session: Session) -> Iterator[tuple[int, Event]]:
+    """Answer all sequences, each in its own slot: ragged stages first, then one packed verification.
+
+    The requests of all live sequences travel together. Yields (index of the task, event).
+    """
+    answers: dict[int, Stage | Seen | None] = dict.fromkeys(range(len(tasks)))
+    verifying: dict[int, VerifyRequest] = {}
+    while answers:
+        drafting: dict[int, StageRequest] = {}
+        for index, answer in answers.items():
+            request, events = advance(tasks[index], answer)
+            yield from ((index, event) for event in events)
+            if isinstance(request, StageRequest):
+                drafting[index] = request
+            elif request is not None:
+                verifying[index] = request
+        if drafting:
+            assert session.drafter is not None
+            answers = dict(zip(drafting, session.drafter.draft(list(drafting.values())), strict=True))
+        else:
+            answers = dict(zip(verifying, verify_packed(list(verifying.values()), session.target), strict=True))
+            verifying = {}
+
+
+def advance(task: Task, answer: Stage | Seen | None) -> tuple[StageRequest | VerifyRequest | None, list[Event]]:
+    """Run one sequence to its next request (None when it has ended); collect the text on the way."""
+    events: list[Event] = []
+    try:
+        item = task.send(answer)
+        while isinstance(item, First | Round):
+            events.append(item)
+            item = task.send(None)
+    except StopIteration:
+        return None, events
+    return item, events
+
+
+def verify_packed(requests: list[VerifyRequest], target: Target) -> list[Seen]:
+    """One target forward over the drafts of all these sequences, cut back into one answer each."""
+    if not requests:
+        return []
+    seen = target.verify(Rows.pack(requests))
+    stops = list(itertools.accumulate(len(request.draft.tokens) for request in requests))
+    return [seen.between(start, stop) for start, stop in itertools.pairwise([0, *stops])]

@@ -1,0 +1,214 @@
+"""Any croppable Hugging Face causal LM of the Qwen3, Qwen2 and Llama kind: the slow, plain twin of the fast path."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+
+from dloop.errors import UserError
+from dloop.types import Features, Rows, Seen, Vocabulary
+
+SUPPORTED = ("qwen3", "qwen2", "llama")
+
+
+@dataclass(frozen=True)
+class HFTarget:
+    """A loaded target: weights and facts, no memory. `open` gives memory."""
+
+    name: str
+    model: PreTrainedModel
+    stop_ids: frozenset[int]
+    folder: Path | None = None  # where the weights and the tokenizer lie
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def context(self) -> int:
+        """Positions the model was built for."""
+        return self.config.max_position_embeddings
+
+    @property
+    def rope_theta(self) -> float:
+        """Transformers 5 keeps the base under `rope_parameters`."""
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        return float(parameters["rope_theta"] if "rope_theta" in parameters else self.config.rope_theta)
+
+    @property
+    def backbone(self) -> nn.Module:
+        return cast(nn.Module, self.model.base_model)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        embedding = self.model.get_input_embeddings().weight
+        head = self.model.get_output_embeddings().weight
+        return Vocabulary(embedding=cast(Tensor, embedding), head=cast(Tensor, head))
+
+    def open(self, taps: tuple[int, ...] = ()) -> "HFMemory":
+        """Fresh memory; the features hold the raw outputs of the decoder layers `taps`, in this order."""
+        return HFMemory(self, taps)
+
+    @torch.no_grad()
+    def features(self, tokens: Int[Tensor, "B T"], taps: tuple[int, ...]) -> "BatchFeatures":
+        """Features of whole right-padded sequences, for training: no memory, no gradient, no head."""
+        tapped, last = run_backbone(self, {"input_ids": tokens, "use_cache": False}, taps)
+        return BatchFeatures(taps=tapped, last=last)
+
+
+@dataclass(frozen=True)
+class BatchFeatures:
+    """Frozen target states of a training batch."""
+
+    taps: Float[Tensor, "B T F"]
+    last: Float[Tensor, "B T D"]  # after the final norm
+
+
+@dataclass
+class HFMemory:
+    """Key/value memory of any number of slots, one cache a slot. Law: committed rows + a speculative tail."""
+
+    target: HFTarget
+    taps: tuple[int, ...]
+    caches: dict[int, DynamicCache] = field(default_factory=dict[int, DynamicCache])
+    committed: dict[int, int] = field(default_factory=dict[int, int])
+
+    @torch.no_grad()
+    def prefill(self, slot: int, tokens: list[int]) -> Seen:
+        self.caches[slot] = DynamicCache(config=self.target.config)
+        self.committed[slot] = len(tokens)
+        seen = self._forward(slot, tokens, list(range(len(tokens))), mask=None, keep=1)
+        if not bool(torch.isfinite(seen.logits).all()):  # sync
+            raise UserError(
+                f"{self.target.name} gives logits that are not finite for this prompt; its weights hold NaN or "
+                f"infinite values, or overflow in {self.target.dtype}: try another checkpoint or dtype float32"
+            )
+        return seen
+
+    @torch.no_grad()
+    def verify(self, rows: Rows) -> Seen:
+        """One forward a slot (this twin does not pack); rows of one slot stand together."""
+        parts: list[Seen] = []
+        start = 0
+        while start < len(rows):
+            slot = rows.slot[start]
+            stop = start + sum(1 for other in rows.slot[start:] if other == slot)
+            parents = [p - start if p >= 0 else -1 for p in rows.parent[start:stop]]
+            mask = None if is_chain(parents) else self._tree_mask(slot, parents)
+            parts.append(self._forward(slot, rows.token[start:stop], rows.position[start:stop], mask, keep=0))
+            start = stop
+        return Seen(
+            logits=torch.cat([part.logits for part in parts]),
+            features=Features(
+                taps=torch.cat([part.features.taps for part in parts]),
+                last=torch.cat([part.features.last for part in parts]),
+            ),
+        )
+
+    def commit(self, slot: int, path: list[int]) -> None:
+        base = self.committed[slot]
+        shorten(self.caches[slot], base, path)
+        self.committed[slot] = base + len(path)
+
+    def _forward(self, slot: int, tokens: list[int], positions: list[int], mask: Tensor | None, keep: int) -> Seen:
+        device = self.target.device
+        inputs: dict[str, object] = {
+            "input_ids": torch.tensor([tokens], device=device),
+            "position_ids": torch.tensor([positions], device=device),
+            "attention_mask": mask,
+            cache_argument(self.target.backbone): self.caches[slot],
+            "use_cache": True,
+        }
+        taps, last = run_backbone(self.target, inputs, self.taps)
+        head = cast(Callable[[Tensor], Tensor], self.target.model.get_output_embeddings())
+        return Seen(logits=head(last[0, -keep:]), features=Features(taps=taps[0], last=last[0]))
+
+    def _tree_mask(self, slot: int, parents: list[int]) -> Float[Tensor, "1 1 n K"]:
+        """Additive mask: every row sees the committed memory, its ancestors and itself."""
+        n, base = len(parents), self.committed[slot]
+        seen = torch.zeros(n, base + n, dtype=torch.bool)
+        seen[:, :base] = True
+        for row, parent in enumerate(parents):
+            if parent >= 0:
+                seen[row] = seen[parent]
+            seen[row, base + row] = True
+        mask = torch.zeros(n, base + n, dtype=self.target.dtype)
+        mask.masked_fill_(~seen, torch.finfo(self.target.dtype).min)
+        return mask.to(self.target.device)[None, None]
+
+
+def is_chain(parents: list[int]) -> bool:
+    return all(parent == row - 1 for row, parent in enumerate(parents))
+
+
+def shorten(cache: DynamicCache, base: int, path: list[int]) -> None:
+    """Keep the first `base` positions and then the rows of `path`: a slice for a chain, a gather for a branch.
+
+    Works on the layers' tensors: the meaning of `DynamicCache.crop` changed between transformers releases.
+    """
+    prefix = path == list(range(len(path)))
+    for layer in cache.layers:
+        keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
+        if prefix:
+            layer.keys, layer.values = keys[..., : base + len(path), :], values[..., : base + len(path), :]
+        else:
+            kept = torch.tensor([*range(base), *(base + row for row in path)], device=keys.device)
+            layer.keys, layer.values = keys.index_select(-2, kept), values.index_select(-2, kept)
+
+
+def cache_argument(backbone: nn.Module) -> str:
+    """The name of the cache argument: `past_key_values` until transformers 5.2x, `cache` after."""
+    return "cache" if "cache" in inspect.signature(backbone.forward).parameters else "past_key_values"
+
+
+def run_backbone(target: HFTarget, inputs: dict[str, object], taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Run the layers without the head; return (tapped raw layer outputs side by side, last state after the norm).
+
+    Hooks rather than `output_hidden_states`: only the tapped layers are kept, and the last entry of that tuple is
+    normed while a tap is always a raw layer output.
+    """
+    caught: dict[int, Tensor] = {}
+    layers = cast(nn.ModuleList, target.backbone.layers)
+    embedding = target.model.get_input_embeddings()
+
+    def catch(index: int) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
+        def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            caught[index] = output if isinstance(output, Tensor) else output[0]
+
+        return hook
+
+    tapped_modules = {index: layers[index] if index >= 0 else embedding for index in taps}  # -1: the embedding
+    handles = [module.register_forward_hook(catch(index)) for index, module in tapped_modules.items()]
+    try:
+        last = cast(Tensor, target.backbone(**inputs).last_hidden_state)
+    finally:
+        for handle in handles:
+            handle.remove()
+    tapped = torch.cat([caught[index] for index in taps], -1) if taps else last[..., :0]
+    return tapped, last

@@ -1,0 +1,229 @@
+"""What flows through the loop: rows, features, stages, drafts, rounds. Nothing here computes with a model.
+
+Letters used everywhere: n rows of one forward, k tokens of one stage, D hidden size, V vocabulary, F width of the tapped
+features. Token ids, positions and indices are host integers; tensors stay on the device they were computed on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
+
+from jaxtyping import Float
+from torch import Tensor
+
+GapRows = Literal["producing", "position", "anchor_included"]
+FinishReason = Literal["stop", "length"]
+StageEnd = Literal["open", "gate", "max_stages", "stop_token", "length", "context"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a target verifies: flat rows of any number of sequences. Filled by the runner from the drafts."""
+
+    token: list[int]
+    slot: list[int]
+    position: list[int]  # absolute position in the row's sequence
+    parent: list[int]  # index of the parent row in this forward; -1: follows the slot's committed memory
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    @classmethod
+    def pack(cls, requests: "Sequence[VerifyRequest]") -> Self:
+        """Concatenate the drafts of all live sequences; parents are shifted to the packed numbering."""
+        token: list[int] = []
+        slot: list[int] = []
+        position: list[int] = []
+        parent: list[int] = []
+        for request in requests:
+            base = len(token)
+            token += request.draft.tokens
+            slot += [request.slot] * len(request.draft.tokens)
+            position += request.draft.positions
+            parent += [p + base if p >= 0 else -1 for p in request.draft.parents]
+        return cls(token=token, slot=slot, position=position, parent=parent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """What the target knows about n positions and hands to the drafter. Filled by the target adapter."""
+
+    taps: Float[Tensor, "n F"]  # tapped layers' raw outputs side by side, in the drafter's order
+    last: Float[Tensor, "n D"]  # after the final norm
+
+    def select(self, rows: list[int]) -> "Features":
+        return Features(taps=self.taps[rows], last=self.last[rows])
+
+    def between(self, start: int, stop: int) -> "Features":
+        return Features(taps=self.taps[start:stop], last=self.last[start:stop])
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The target's embedding and head, shared with drafters that have none of their own. Never trained."""
+
+    embedding: Float[Tensor, "V D"]
+    head: Float[Tensor, "V D"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """The target's answer for n rows. Prefill gives the logits of the last prompt position only (one row)."""
+
+    logits: Float[Tensor, "r V"]
+    features: Features
+
+    def between(self, start: int, stop: int) -> "Seen":
+        return Seen(logits=self.logits[start:stop], features=self.features.between(start, stop))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What one drafting stage produced: n tokens, of which the spine is the best-scored path. Filled by the drafter."""
+
+    tokens: list[int]
+    parents: list[int]  # index within the stage; -1: hangs on the anchor
+    logp: list[float]  # natural log, given the path above, after the host's own corrections, un-tempered
+    spine: list[int]  # indices into tokens, anchor outwards
+    score: float  # sum of the top-1 log-probability of the spine's rows (float32)
+    probs: Float[Tensor, "n V"] | None = None  # the law each token was drawn from; only when the drafter samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """One stage of a finished draft: its share of the nodes, and why drafting went on or ended after it."""
+
+    start: int  # first node index in the draft
+    stop: int
+    score: float
+    gate: float | None  # the threshold in force; None: the gate has no threshold
+    reason: StageEnd
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """All tokens drafted in one round, as a tree in topological order; node 0 is the anchor.
+
+    A chain is the draft whose parents count upwards; only the attention mask, `commit` and rejection sampling ask.
+    """
+
+    tokens: list[int]
+    parents: list[int]  # parents[0] is -1; every parent stands before its children
+    positions: list[int]
+    logp: list[float]
+    tip: int  # the node a further stage starts from
+    depth: int  # drafted nodes on the path from the anchor to the tip
+    scores: list[float] = field(default_factory=list)  # one a stage
+    stops: list[int] = field(default_factory=list)  # number of nodes after each stage
+    probs: list[Float[Tensor, "n V"]] = field(default_factory=list)  # one a stage, only when the drafter samples
+
+    @classmethod
+    def rooted(cls, anchor: int, position: int) -> Self:
+        return cls(tokens=[anchor], parents=[-1], positions=[position], logp=[0.0], tip=0, depth=0)
+
+    def graft(self, stage: Stage) -> "Draft":
+        """Hang a stage below the tip; its spine's end becomes the new tip."""
+        base = len(self.tokens)
+        parents = [self.tip if p < 0 else base + p for p in stage.parents]
+        positions = list(self.positions)
+        for parent in parents:
+            positions.append(positions[parent] + 1)
+        return replace(
+            self,
+            tokens=self.tokens + stage.tokens,
+            parents=self.parents + parents,
+            positions=positions,
+            logp=self.logp + stage.logp,
+            tip=base + stage.spine[-1],
+            depth=self.depth + len(stage.spine),
+            scores=[*self.scores, stage.score],
+            stops=[*self.stops, base + len(stage.tokens)],
+            probs=self.probs if stage.probs is None else [*self.probs, stage.probs],
+        )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.scores)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+
+    @property
+    def drafted(self) -> list[int]:
+        """All drafted tokens in order, without the anchor."""
+        return self.tokens[1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the judge decided. `path` holds node indices from the first accepted node on, without the anchor."""
+
+    path: list[int]
+    bonus: int  # the target's own token after the path
+
+
+@dataclass(frozen=True, kw_only=True)
+class First:
+    """The token that prefill gave."""
+
+    token: int
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """All stages and one verification. Filled by the loop when the target has answered."""
+
+    context_len: int  # committed positions before this round; the anchor stands at this position
+    draft: Draft
+    stage_records: list[StageRecord]
+    path: list[int]  # accepted nodes, without the anchor
+    bonus: int | None  # None when an accepted token stops
+    emitted: list[int]  # the tokens that reached the text
+    draft_s: float  # seconds, host clock around answered requests
+    verify_s: float
+    finish: FinishReason | None
+
+    @property
+    def anchor(self) -> int:
+        return self.draft.tokens[0]
+
+    @property
+    def stages(self) -> int:
+        return len(self.stage_records)
+
+    @property
+    def drafted(self) -> list[int]:
+        return self.draft.drafted
+
+    @property
+    def scores(self) -> list[float]:
+        return self.draft.scores
+
+    @property
+    def accepted(self) -> int:
+        """The judge's count: never cut by a stop token or by the length limit."""
+        return len(self.path)
+
+    @property
+    def full_stages(self) -> int:
+        """How many leading stages were accepted whole (chains)."""
+        return sum(1 for record in self.stage_records if self.accepted >= record.stop - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRequest:
+    """Asks the drafter for one stage. `index` 0 is the round's first stage and drops any earlier speculative tail."""
+
+    slot: int
+    anchor: int
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRequest:
+    """Asks the target for one verification of a whole draft."""
+
+    slot: int
+    draft: Draft
