@@ -106,11 +106,11 @@ class Layer(nn.Module):
 
 
 class Proposal(NamedTuple):
-    """The k tokens of one stage, still on the device."""
+    """The k tokens of one stage (or of many, batched in front), still on the device."""
 
-    tokens: Int[Tensor, " k"]
-    logp: Float[Tensor, " k"]  # of the token, float32
-    top_logp: Float[Tensor, " k"]  # of the row's most likely token, float32
+    tokens: Int[Tensor, "... k"]
+    logp: Float[Tensor, "... k"]  # of the token, float32
+    top_logp: Float[Tensor, "... k"]  # of the row's most likely token, float32
 
 
 class BlockModel(nn.Module):
@@ -157,7 +157,9 @@ class BlockModel(nn.Module):
         return Rotary(angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None])
 
     @abstractmethod
-    def propose(self, hidden: Float[Tensor, "B D"], anchor: Int[Tensor, ""], vocabulary: Vocabulary) -> Proposal:
+    def propose(
+        self, hidden: Float[Tensor, "... B D"], anchor: Int[Tensor, "..."], vocabulary: Vocabulary
+    ) -> Proposal:
         """Turn one stage's final states into its tokens, left to right, without a device-to-host copy."""
 
     def _layers(self) -> list[Layer]:

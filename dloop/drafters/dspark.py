@@ -76,20 +76,22 @@ class DSpark(BlockModel):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
 
-    def propose(self, hidden: Float[Tensor, "B D"], anchor: Int[Tensor, ""], vocabulary: Vocabulary) -> Proposal:
+    def propose(
+        self, hidden: Float[Tensor, "... k D"], anchor: Int[Tensor, "..."], vocabulary: Vocabulary
+    ) -> Proposal:
         base = F.linear(hidden, vocabulary.head)
         if self.markov_head is None:
             return measure(base, base.argmax(-1))
         head, previous = self.markov_head, anchor
-        state = torch.zeros_like(head.markov_w1.weight[0])
+        state = torch.zeros_like(head.markov_w1(anchor))
         logits: list[Tensor] = []
         tokens: list[Tensor] = []
-        for row in range(hidden.shape[0]):
-            features, state = head.step(hidden[row], head.markov_w1(previous), state)
-            logits.append(base[row] + head.markov_w2(features))
+        for row in range(hidden.shape[-2]):
+            features, state = head.step(hidden[..., row, :], head.markov_w1(previous), state)
+            logits.append(base[..., row, :] + head.markov_w2(features))
             previous = logits[-1].argmax(-1)
             tokens.append(previous)
-        return measure(torch.stack(logits), torch.stack(tokens))
+        return measure(torch.stack(logits, -2), torch.stack(tokens, -1))
 
     def teacher_forced(
         self, hidden: Float[Tensor, "... k D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary
@@ -104,7 +106,7 @@ class DSpark(BlockModel):
         return logits, confidence
 
 
-def measure(logits: Float[Tensor, "k V"], tokens: Int[Tensor, " k"]) -> Proposal:
+def measure(logits: Float[Tensor, "... k V"], tokens: Int[Tensor, "... k"]) -> Proposal:
     """Float32 log-probabilities over the whole vocabulary: of the chosen tokens, and of each row's most likely one."""
     logp = logits.float().log_softmax(-1)
-    return Proposal(tokens=tokens, logp=logp.gather(-1, tokens[:, None])[:, 0], top_logp=logp.max(-1).values)
+    return Proposal(tokens=tokens, logp=logp.gather(-1, tokens[..., None])[..., 0], top_logp=logp.max(-1).values)

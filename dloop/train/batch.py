@@ -1,0 +1,103 @@
+"""Training batches and where they come from: token files with prompt and response lengths."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dloop.errors import UserError
+
+BUCKET = 32  # batches sorted by length together: little padding, little loss of randomness
+PAD_TO = 64  # few distinct widths, so that compiled kernels are reused
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Right-padded sequences. `loss_mask` marks the tokens the target wrote (labels); padding is unmarked."""
+
+    tokens: Int[Tensor, "B T"]
+    loss_mask: Bool[Tensor, "B T"]
+    lengths: Int[Tensor, " B"]
+
+    def to(self, device: torch.device) -> "TrainBatch":
+        move = {"device": device, "non_blocking": True}
+        return TrainBatch(self.tokens.to(**move), self.loss_mask.to(**move), self.lengths.to(**move))
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """All samples of a token file: `flat` holds prompt then response of every sample, `lens` both lengths."""
+
+    flat: np.ndarray
+    lens: np.ndarray
+    starts: np.ndarray
+    max_length: int
+
+    @classmethod
+    def read(cls, path: Path, max_length: int) -> "TokenFile":
+        """Read an .npz with `flat` [total] and `lens` [samples, 2]. Samples are cut at `max_length` tokens."""
+        if not path.is_file():
+            raise UserError(f"--train-data-path {path} does not exist; give a token file (.npz with 'flat' and 'lens')")
+        try:
+            with np.load(path) as data:
+                flat, lens = data["flat"], data["lens"].astype(np.int64)
+        except (ValueError, KeyError, OSError) as error:
+            raise UserError(f"{path} is not a token file (.npz with 'flat' and 'lens'): {error}") from error
+        if lens.ndim != 2 or lens.shape[1] != 2 or lens.sum() != len(flat):
+            raise UserError(f"{path}: 'lens' {lens.shape} must be [samples, 2] and add up to the {len(flat)} tokens")
+        starts = np.concatenate([[0], lens.sum(1).cumsum()[:-1]])
+        return cls(flat, lens, starts, max_length)
+
+    def __len__(self) -> int:
+        return len(self.lens)
+
+    def sample(self, index: int) -> tuple[np.ndarray, int]:
+        """(tokens, prompt length) of one sample."""
+        prompt, response = self.lens[index]
+        start = self.starts[index]
+        return self.flat[start : start + min(prompt + response, self.max_length)].astype(np.int64), int(prompt)
+
+    def collate(self, indices: np.ndarray) -> TrainBatch:
+        samples = [self.sample(int(index)) for index in indices]
+        lengths = torch.tensor([len(tokens) for tokens, _ in samples])
+        width = -(-int(lengths.max()) // PAD_TO) * PAD_TO
+        tokens = torch.zeros(len(samples), width, dtype=torch.int64)
+        mask = torch.zeros(len(samples), width, dtype=torch.bool)
+        for row, (ids, prompt) in enumerate(samples):
+            tokens[row, : len(ids)] = torch.from_numpy(ids)
+            mask[row, prompt : len(ids)] = True
+        return TrainBatch(tokens, mask, lengths)
+
+
+def plan_epoch(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """Which samples form which batch of an epoch: a pure function of its arguments, so that a run can resume.
+
+    Samples of like length stand together (inside windows of `BUCKET` batches); an incomplete last batch is left out.
+    """
+    order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
+    batches: list[np.ndarray] = []
+    window = batch_size * BUCKET
+    for start in range(0, len(order), window):
+        part = order[start : start + window]
+        part = part[np.argsort(lengths[part], kind="stable")]
+        batches += [part[i : i + batch_size] for i in range(0, len(part) - batch_size + 1, batch_size)]
+    return [batches[i] for i in np.random.default_rng([seed, epoch, 1]).permutation(len(batches))]
+
+
+def batches(data: TokenFile, batch_size: int, seed: int, first_step: int, num_steps: int) -> Iterator[TrainBatch]:
+    """Batches of steps first_step..num_steps-1; epochs follow one another without a break."""
+    lengths = np.minimum(data.lens.sum(1), data.max_length)
+    plan: list[np.ndarray] = []
+    epoch = -1
+    per_epoch = len(plan_epoch(lengths, batch_size, seed, 0))
+    if not per_epoch:
+        raise UserError(f"batch_size={batch_size} needs at least as many samples; the data has {len(data)}")
+    for step in range(first_step, num_steps):
+        if step // per_epoch != epoch:
+            epoch = step // per_epoch
+            plan = plan_epoch(lengths, batch_size, seed, epoch)
+        yield data.collate(plan[step % per_epoch])

@@ -1,0 +1,100 @@
+"""The training objective of block drafters: the host's own loss, and one loop stage in the deployed layout."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dloop.drafters.dspark import DSpark
+from dloop.targets.hf import BatchFeatures
+from dloop.train.anchors import Anchors, sample_anchors
+from dloop.train.batch import TrainBatch
+from dloop.train.losses import DSparkSums, DSparkWeights, decay_weights, dspark_sums
+from dloop.train.packed import PackedStages
+from dloop.types import Vocabulary
+
+
+class Loss(NamedTuple):
+    """What one step minimises, and its parts; `loop` is None without a loop stage."""
+
+    total: Float[Tensor, ""]
+    host: DSparkSums
+    loop: DSparkSums | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSettings:
+    num_anchors: int = 512
+    loss_decay_gamma: float | None = 4.0
+    dloop_loss_weight: float = 0.25
+    weights: DSparkWeights = DSparkWeights()
+
+
+class DSparkObjective(nn.Module):
+    """Host loss plus one loop stage: the module to wrap, so that all stages of a step run inside one forward.
+
+    loss = (1 - w) * host + w * loop with w = `dloop_loss_weight`; each side is normalised by its own weights.
+    Source: the published README's training table; DeepSpec for the host loss.
+    """
+
+    def __init__(self, model: DSpark, vocabulary: Vocabulary, settings: ObjectiveSettings) -> None:
+        super().__init__()
+        self.model = model
+        self.vocabulary = vocabulary
+        self.settings = settings
+
+    def forward(
+        self, batch: TrainBatch, features: BatchFeatures, depth: int, anchors: Anchors | None = None
+    ) -> Loss:
+        """`depth` 0 is the host objective alone; k > 0 adds the loop stage k. Middle stages hand on hidden states."""
+        if anchors is None:
+            anchors = sample_anchors(batch.loss_mask, self.settings.num_anchors)
+        stages = PackedStages.begin(self.model, self.vocabulary, batch.tokens, features.taps, anchors)
+        host = self.stage_sums(stages.forward(), 0, stages, batch, features)
+        if depth == 0:
+            return Loss(host.mean(self.settings.weights), host, None)
+        for _ in range(depth):
+            hidden = stages.forward()
+        loop = self.stage_sums(hidden, depth, stages, batch, features)
+        share = self.settings.dloop_loss_weight
+        total = (1 - share) * host.mean(self.settings.weights) + share * loop.mean(self.settings.weights)
+        return Loss(total, host, loop)
+
+    def stage_sums(
+        self,
+        hidden: Float[Tensor, "B A R D"],
+        stage_index: int,
+        stages: PackedStages,
+        batch: TrainBatch,
+        features: BatchFeatures,
+    ) -> DSparkSums:
+        """Row j of a stage that starts at s sees x_{s+j} as previous token, the teacher's law at s+j, label x_{s+j+1}."""
+        at = stages.starts(stage_index)[..., None] + torch.arange(hidden.shape[2], device=hidden.device)
+        labels, labelled = self.labels(at + 1, stages.anchors, batch)
+        weights = decay_weights(labelled, self.settings.loss_decay_gamma, prefix=True)
+        previous, _ = self.labels(at, stages.anchors, batch)
+        logits, confidence = self.model.teacher_forced(hidden, previous, self.vocabulary)
+        with torch.no_grad():
+            width = batch.tokens.shape[1]
+            where = at.clamp(max=width - 1).flatten(1)[..., None].expand(-1, -1, features.last.shape[-1])
+            teacher = F.linear(features.last.gather(1, where).flatten(0, 1), self.vocabulary.head)
+        return dspark_sums(
+            logits.flatten(0, 2),
+            None if confidence is None else confidence.flatten(),
+            teacher,
+            labels.flatten(),
+            weights.flatten(),
+        )
+
+    def labels(
+        self, positions: Int[Tensor, "B A k"], anchors: Anchors, batch: TrainBatch
+    ) -> tuple[Int[Tensor, "B A k"], Tensor]:
+        """(tokens at these positions, whether they are labels of a kept anchor)."""
+        width = batch.tokens.shape[1]
+        inside = positions.clamp(max=width - 1).flatten(1)
+        tokens = batch.tokens.gather(1, inside).view_as(positions)
+        marked = batch.loss_mask.gather(1, inside).view_as(positions)
+        return tokens, marked & (positions < width) & anchors.keep[..., None]

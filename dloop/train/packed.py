@@ -1,0 +1,104 @@
+"""Many stages of one sequence in one forward: the deployed loop's layout, packed with a mask.
+
+Sequence of T tokens, A anchors, blocks of B rows. The rows of all anchors stand side by side; each sees the context
+features before its own anchor, its own chain's gap rows, and its own block, never anything of another anchor.
+Source of the layout: z-lab/dflash and DeepSpec (first stage); the loop stages continue it.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from dloop.drafters.block import BlockModel
+from dloop.drafters.gap import new_gap_rows
+from dloop.drafters.memory import KeyValues, join
+from dloop.train.anchors import Anchors
+from dloop.types import Vocabulary
+
+
+@dataclass
+class PackedStages:
+    """A chain of stages for every anchor of a batch, with ground-truth tokens. Gradients flow through the gap rows."""
+
+    model: BlockModel
+    vocabulary: Vocabulary
+    tokens: Int[Tensor, "B T"]
+    anchors: Anchors
+    memory: list[KeyValues]
+    hidden: list[Float[Tensor, "B A R D"]] = field(default_factory=list[Tensor])
+    num_gap_rows: int = 0  # a chain
+
+    @classmethod
+    def begin(
+        cls,
+        model: BlockModel,
+        vocabulary: Vocabulary,
+        tokens: Int[Tensor, "B T"],
+        taps: Float[Tensor, "B T F"],
+        anchors: Anchors,
+    ) -> "PackedStages":
+        """Project the context features of all positions, once for all anchors and stages."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        return cls(model, vocabulary, tokens, anchors, model.project(model.context(taps), positions))
+
+    @property
+    def block_size(self) -> int:
+        return self.model.config.block_size
+
+    def starts(self, stage_index: int) -> Int[Tensor, "B A"]:
+        """Position of the stage's own anchor: the last token of the stage before."""
+        return self.anchors.positions + stage_index * self.model.config.stage_len
+
+    def forward(self) -> Float[Tensor, "B A R D"]:
+        """Run the next stage of all chains; its final states, kept for the stages after it."""
+        index = len(self.hidden)
+        if index:
+            self._fill_gap(index)
+        starts = self.starts(index)
+        positions = (starts[..., None] + torch.arange(self.block_size, device=starts.device)).flatten(1)
+        hidden = self.model.stage(self._rows(starts), positions, self.memory, self.mask())
+        self.hidden.append(hidden.unflatten(1, (-1, self.block_size)))
+        return self.hidden[-1]
+
+    def mask(self) -> Bool[Tensor, "B 1 R S"]:
+        """Which of [context ; gap rows ; block rows] each packed row sees; the dense form."""
+        batch, num_anchors = self.anchors.positions.shape
+        device = self.tokens.device
+        chain = torch.arange(num_anchors, device=device)
+        own_row = chain.repeat_interleave(self.block_size)
+        own_gap = chain.repeat_interleave(self.num_gap_rows)
+        if self.num_gap_rows:  # gap rows were appended stage after stage, each time for all anchors
+            own_gap = torch.cat([chain.repeat_interleave(count) for count in self._gap_counts()])
+        before = torch.arange(self.tokens.shape[1], device=device) < self.anchors.positions[..., None]
+        context = before.repeat_interleave(self.block_size, dim=1)
+        own = own_row[:, None] == torch.cat([own_gap, own_row])[None]
+        return torch.cat([context, own.expand(batch, -1, -1)], -1)[:, None]
+
+    def _gap_counts(self) -> list[int]:
+        config = self.model.config
+        stages = range(1, len(self.hidden) + 1)
+        counts = [len(new_gap_rows(config.gap_rows, s, config.stage_len, config.label_shift)) for s in stages]
+        return [count for count in counts if count]
+
+    def _rows(self, starts: Int[Tensor, "B A"]) -> Float[Tensor, "B R D"]:
+        """[embedding of the ground-truth anchor, mask x (B-1)] for every chain."""
+        width = self.tokens.shape[1]
+        ids = self.tokens.gather(1, starts.clamp(max=width - 1))  # chains that start beyond the end weigh nothing
+        ids = F.pad(ids[..., None], (0, self.block_size - 1), value=self.model.config.mask_token_id)
+        return F.embedding(ids.flatten(1), self.vocabulary.embedding)
+
+    def _fill_gap(self, index: int) -> None:
+        """Append earlier stages' own states, as decoding does."""
+        config = self.model.config
+        rows = new_gap_rows(config.gap_rows, index, config.stage_len, config.label_shift)
+        if not rows:
+            return
+        states = torch.stack([self.hidden[row.stage][:, :, row.row] for row in rows], 2)
+        offsets = torch.tensor([row.offset for row in rows], device=states.device)
+        positions = (self.anchors.positions[..., None] + offsets).flatten(1)
+        added = self.model.project(states.flatten(1, 2), positions)
+        self.memory = [join(old, new) for old, new in zip(self.memory, added, strict=True)]
+        self.num_gap_rows += len(rows)
