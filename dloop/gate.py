@@ -1,7 +1,7 @@
 """Does another drafting stage follow? The one decision that DLoop adds to speculative decoding."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from dloop.errors import UserError
 from dloop.types import Draft, Round
@@ -12,6 +12,7 @@ NEVER_OPENS = 1.0  # log-probabilities are at most 0, so this threshold is the h
 ALWAYS_OPEN = float("-inf")
 
 
+@runtime_checkable
 class Gate(Protocol):
     """One gate a sequence: it may remember what it observed."""
 

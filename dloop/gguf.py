@@ -110,11 +110,12 @@ def tokenizer(reader: GGUFReader) -> Tokenizer:
 
 def weights(reader: GGUFReader, say: Callable[[str], None]) -> dict[str, torch.Tensor]:
     """De-quantise every tensor to bfloat16 under its Hugging Face name; there is no lm_head, the head is tied."""
-    num_layers = _integer(reader, "llama.block_count")
+    num_layers, begun = _integer(reader, "llama.block_count"), 0
     state: dict[str, torch.Tensor] = {}
     for tensor in reader.tensors:
-        if tensor.name.endswith("attn_norm.weight"):  # the first tensor of a layer
-            say(f"converting layer {int(tensor.name.split('.')[1]) + 1} of {num_layers}")
+        if tensor.name.endswith("attn_norm.weight"):  # a layer's first tensor; the layers lie in no order
+            begun += 1
+            say(f"converting layer {begun} of {num_layers}")
         state[hf_name(tensor.name)] = torch.tensor(full_precision(reader, tensor)).to(torch.bfloat16)
     return state
 

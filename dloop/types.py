@@ -6,7 +6,7 @@ features. Token ids, positions and indices are host integers; tensors stay on th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -29,7 +29,7 @@ class Rows:
         return len(self.token)
 
     @classmethod
-    def pack(cls, requests: "Sequence[VerifyRequest]") -> Self:
+    def pack(cls, requests: "Sequence[VerifyRequest]") -> "Rows":
         """Concatenate the drafts of all live sequences; parents are shifted to the packed numbering."""
         token: list[int] = []
         slot: list[int] = []
@@ -118,7 +118,7 @@ class Draft:
     probs: list[Float[Tensor, "n V"]] = field(default_factory=list)  # one a stage, only when the drafter samples
 
     @classmethod
-    def rooted(cls, anchor: int, position: int) -> Self:
+    def rooted(cls, anchor: int, position: int) -> "Draft":
         return cls(tokens=[anchor], parents=[-1], positions=[position], logp=[0.0], tip=0, depth=0)
 
     def graft(self, stage: Stage) -> "Draft":

@@ -23,9 +23,11 @@ class TrainBatch:
     loss_mask: Bool[Tensor, "B T"]
     lengths: Int[Tensor, " B"]
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.tokens, self.loss_mask, self.lengths
+
     def to(self, device: torch.device) -> "TrainBatch":
-        move = {"device": device, "non_blocking": True}
-        return TrainBatch(self.tokens.to(**move), self.loss_mask.to(**move), self.lengths.to(**move))
+        return TrainBatch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors()))
 
 
 @dataclass(frozen=True)

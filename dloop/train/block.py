@@ -25,6 +25,16 @@ class Loss(NamedTuple):
     loop: DSparkSums | None
 
 
+class StageRows(NamedTuple):
+    """One stage of n chains, k rows each."""
+
+    hidden: Float[Tensor, "n k D"]
+    teacher: Float[Tensor, "n k D"]  # the target's own state at the row's position, after the final norm
+    previous: Int[Tensor, "n k"]
+    labels: Int[Tensor, "n k"]
+    weights: Float[Tensor, "n k"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
     num_anchors: int = 512
@@ -74,19 +84,29 @@ class DSparkObjective(nn.Module):
         """Row j of a stage that starts at s sees x_{s+j} as previous token, the teacher's law at s+j, label x_{s+j+1}."""
         at = stages.starts(stage_index)[..., None] + torch.arange(hidden.shape[2], device=hidden.device)
         labels, labelled = self.labels(at + 1, stages.anchors, batch)
-        weights = decay_weights(labelled, self.settings.loss_decay_gamma, prefix=True)
         previous, _ = self.labels(at, stages.anchors, batch)
-        logits, confidence = self.model.teacher_forced(hidden, previous, self.vocabulary)
+        width = batch.tokens.shape[1]
+        where = at.clamp(max=width - 1).flatten(1)[..., None].expand(-1, -1, features.last.shape[-1])
+        rows = StageRows(
+            hidden=hidden.flatten(0, 1),
+            teacher=features.last.gather(1, where).unflatten(1, at.shape[1:]).flatten(0, 1),
+            previous=previous.flatten(0, 1),
+            labels=labels.flatten(0, 1),
+            weights=decay_weights(labelled, self.settings.loss_decay_gamma, prefix=True).flatten(0, 1),
+        )
+        return self.row_sums(rows)
+
+    def row_sums(self, rows: StageRows) -> DSparkSums:
+        """All work on the vocabulary, in one place: what a compiler should fuse."""
+        logits, confidence = self.model.teacher_forced(rows.hidden, rows.previous, self.vocabulary)
         with torch.no_grad():
-            width = batch.tokens.shape[1]
-            where = at.clamp(max=width - 1).flatten(1)[..., None].expand(-1, -1, features.last.shape[-1])
-            teacher = F.linear(features.last.gather(1, where).flatten(0, 1), self.vocabulary.head)
+            teacher = F.linear(rows.teacher, self.vocabulary.head)
         return dspark_sums(
-            logits.flatten(0, 2),
+            logits.flatten(0, 1),
             None if confidence is None else confidence.flatten(),
-            teacher,
-            labels.flatten(),
-            weights.flatten(),
+            teacher.flatten(0, 1),
+            rows.labels.flatten(),
+            rows.weights.flatten(),
         )
 
     def labels(

@@ -1,0 +1,7 @@
+"""`python -m dloop` is `dloop`."""
+
+import sys
+
+from dloop.cli.main import entry
+
+sys.exit(entry())

@@ -1,0 +1,79 @@
+"""`dloop generate`: its flags. The work is in `dloop.cli.answer`: help and typing errors load neither torch nor it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dloop.cli.args import Common, option, required
+
+PROMPT, LOOP, SAMPLING, TREES, MODELS = "prompt (one of these)", "loop", "sampling and end", "other families", "models"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Common):
+    """Decode one prompt: the text goes to standard output as it comes, one line of numbers to standard error.
+
+    The text is the one the target alone gives; the drafter only makes it come faster. With --json, nodes in
+    `parents` and `path` are numbered through a round's whole draft: 0 is the anchor, 1 the first drafted token.
+    """
+
+    model: str = required("target: a folder, a hub id owner/name, or smollm2 (small, fetched once)", group=MODELS)
+    draft_model: str | None = option(
+        None, "drafter: a folder, a hub id, or demo (for smollm2, its default)", group=MODELS
+    )
+    baseline: bool = option(False, "plain decoding, without a drafter", group=MODELS)
+    dtype: Literal["bfloat16", "float32"] = option("bfloat16", "arithmetic of both models", group=MODELS)
+    device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one", group=MODELS)
+    revision: str | None = option(None, "the target's branch, tag or commit on the hub", group=MODELS)
+    draft_revision: str | None = option(None, "the drafter's branch, tag or commit on the hub", group=MODELS)
+
+    prompt: str | None = option(None, "a text", group=PROMPT)
+    prompt_file: Path | None = option(None, "a file in UTF-8; - or no prompt flag at all: standard input", group=PROMPT)
+    prompt_ids: tuple[int, ...] | None = option(None, "token ids, taken as they are", group=PROMPT)
+    messages: str | None = option(None, 'a conversation in JSON: [{"role": "user", "content": "Hello"}]', group=PROMPT)
+    chat: bool | Literal["auto"] = option(
+        "auto", "put the text into the target's chat template, thinking off; auto: if it has one", group=PROMPT
+    )
+
+    loop_gate: float = option(
+        1.0,
+        "draft another stage while the last one's summed top-1 log-probability is at least this, e.g. -0.5; "
+        "1.0 never opens: the drafter as released; -inf is always open",
+        group=LOOP,
+    )
+    gate_sum: Literal["last", "all"] = option("last", "what is summed: the last stage or all of them", group=LOOP)
+    max_stages: int = option(12, "most drafting stages before a verification", group=LOOP)
+    gap_rows: Literal["producing", "position", "anchor_included"] | None = option(
+        None, "which draft hidden states fill unverified positions; default: as the drafter was trained", group=LOOP
+    )
+
+    max_new_tokens: int = option(256, "most tokens of the answer", group=SAMPLING)
+    stop_token_ids: tuple[int, ...] | Literal["model"] = option(
+        "model", 'ids that end the text; model: the target\'s own; "" for none', group=SAMPLING
+    )
+    temperature: float = option(0.0, "0 is greedy", group=SAMPLING)
+    top_k: int = option(0, "draw among the k likeliest tokens; 0 is off", group=SAMPLING)
+    top_p: float = option(1.0, "draw among the likeliest tokens of this mass; 1.0 is off", group=SAMPLING)
+    seed: int | None = option(None, "of sampling; without one a fresh seed is drawn and recorded", group=SAMPLING)
+    verify: Literal["auto", "match", "reject"] = option(
+        "auto", "acceptance; match gives plain sampling's text with the same seed, token for token", group=SAMPLING
+    )
+    exact: bool | Literal["auto"] = option(
+        "auto", "bit-identical to plain decoding; auto: where offered", group=SAMPLING
+    )
+
+    tree_budget: int | Literal["host"] = option("host", "tree nodes a round; 0 is a chain", group=TREES)
+    stage_tree_budget: int | Literal["host"] = option("host", "tree nodes of each further stage", group=TREES)
+    topk_k: int = option(10, "candidates at each depth of a tree", group=TREES)
+    tree_width: int = option(12, "width of a DARTree", group=TREES)
+    tree_beta: float = option(-0.2, "length bonus of a DARTree", group=TREES)
+    draft_depth: int | None = option(None, "drafting steps of a stage (EAGLE-3)", group=TREES)
+    mtp_k: int | None = option(None, "drafting steps of a stage (MTP)", group=TREES)
+
+    trace: bool = option(False, "show every token with the stage it came from, on standard error", group="output")
+
+
+def run(command: Command) -> int | None:
+    from dloop.cli.answer import answer  # torch and transformers only from here on
+
+    return answer(command)

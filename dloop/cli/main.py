@@ -1,0 +1,140 @@
+"""`dloop COMMAND ...`: finds the command, reads its flags, turns errors into one line and an exit code.
+
+0 good, 1 the run failed, 2 the user's error, 130 interrupted, 141 the reader of a pipe went away.
+"""
+
+import difflib
+import importlib
+import io
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO, cast
+
+from dloop import __version__
+from dloop.cli.args import parse
+from dloop.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+class Entry(NamedTuple):
+    """Where a command lives (imported on use), and what it does."""
+
+    module: str
+    about: str
+
+
+COMMANDS = {
+    "demo": Entry("dloop.cli.demo", "race plain decoding, the host drafter and the loop on a small real model"),
+    "generate": Entry("dloop.cli.generate", "answer one prompt, and tell how the text came about"),
+    "train": Entry("dloop.cli.train", "train a drafter for a target, loop stage included"),
+}
+
+
+class CommandModule(Protocol):
+    """What each module of the table offers."""
+
+    Command: "type[DataclassInstance]"  # its docstring and fields make the help
+
+    def run(self, command: object) -> int | None:
+        """Give the exit code; None is 0."""
+        ...
+
+
+def entry(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and give its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    prog = f"dloop {words[0]}" if words and words[0] in COMMANDS else "dloop"
+    set_up(sys.stdout)
+    try:
+        code = dispatch(prog, words)
+        sys.stdout.flush()  # here, where a broken pipe is still caught
+        return code
+    except UserError as error:
+        return fail(f"{prog}: error: {one_line(error)}", 2, words)
+    except KeyboardInterrupt:
+        return fail(f"\n{prog}: interrupted", 130, [])
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+        return 141
+    except Exception as error:  # the last line of defence: whatever went wrong, one line unless --debug
+        hint = "" if "--debug" in words else "; --debug shows the traceback"
+        return fail(f"{prog}: failed: {type(error).__name__}: {one_line(error)}{hint}", 1, words)
+
+
+def dispatch(prog: str, words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+    elif words[0] == "--version":
+        print(f"dloop {__version__}")
+    elif words[0] not in COMMANDS:
+        near = difflib.get_close_matches(words[0], COMMANDS, n=2)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(COMMANDS)}"
+        raise UserError(f"{words[0]!r} is not a command; {hint}")
+    else:
+        module = cast(CommandModule, importlib.import_module(COMMANDS[words[0]].module))
+        try:
+            command = parse(module.Command, prog, words[1:])
+        except SystemExit:  # argparse has printed the help
+            return 0
+        return module.run(command) or 0
+    return 0
+
+
+def overview() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: dloop COMMAND [options]",
+            "",
+            "Looped speculative decoding: draft while the drafter is confident, verify once; the text is the target's.",
+            "",
+            *(f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()),
+            "",
+            "`dloop COMMAND --help` explains every flag; `dloop --version` prints the version.",
+        ]
+    )
+
+
+def fail(line: str, code: int, words: list[str]) -> int:
+    if "--debug" in words:
+        traceback.print_exc()
+    print(line, file=sys.stderr)
+    return code
+
+
+def one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    return text if isinstance(error, UserError) or len(text) <= 300 else f"{text[:300]}..."
+
+
+def set_up(stdout: TextIO) -> None:
+    """Warnings of `dloop` once each, on standard error; no progress bars of libraries where that is piped."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("dloop: %(message)s"))
+    handler.addFilter(Once())
+    logger = logging.getLogger("dloop")
+    logger.handlers, logger.propagate = [handler], False
+    if not sys.stderr.isatty():
+        for variable in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
+            os.environ.setdefault(variable, "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if isinstance(stdout, io.TextIOWrapper) and not stdout.encoding.lower().startswith("utf"):
+        stdout.reconfigure(errors="backslashreplace")  # an answer must not fail on a letter
+
+
+class Once:
+    """A logging filter that lets each message through once."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self.seen
+        self.seen.add(message)
+        return is_new

@@ -1,0 +1,95 @@
+"""Acceptance by exact replay: what every gate would have accepted on a text the target wrote greedily.
+
+A stage's hidden states depend on its anchor, not on the tokens drafted after it. So for every position of a fixed
+greedy text one packed forward gives the proposals of stage 1, and, where stage 1 matches the text whole, those of
+stage 2, and so on: exactly what decoding would have drafted.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dloop.drafters.block import BlockModel
+from dloop.targets.hf import HFTarget
+from dloop.train.anchors import Anchors
+from dloop.train.packed import PackedStages
+from dloop.types import Vocabulary
+
+
+class Trace(NamedTuple):
+    """Every start position of one greedy text: stage s+1 (column s) is meaningful while all before it match whole."""
+
+    accepted: Int[Tensor, "n S"]  # leading tokens of the stage that equal the text
+    score: Float[Tensor, "n S"]  # summed top-1 log-probability
+    stage_len: int
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One text decoded under one gate."""
+
+    tokens: int
+    rounds: int
+    stages: int
+    looped: int  # tokens accepted in stages >= 2
+    full: int  # rounds whose first stage was accepted whole
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.tokens / max(self.rounds, 1)
+
+
+@torch.no_grad()
+def trace(
+    model: BlockModel, vocabulary: Vocabulary, target: HFTarget, prompt: list[int], answer: list[int], num_stages: int
+) -> Trace:
+    """Draft from every position of the answer; all stages of all positions in a few packed forwards."""
+    device = target.device
+    tokens = torch.tensor([prompt + answer], device=device)
+    features = target.features(tokens, model.config.target_layer_ids)
+    positions = torch.arange(len(prompt), tokens.shape[1] - 1, device=device)[None]
+    anchors = Anchors(positions, torch.ones_like(positions, dtype=torch.bool))
+    stages = PackedStages.begin(model, vocabulary, tokens, features.taps, anchors)
+    accepted, score = [], []
+    k = model.config.stage_len
+    for index in range(num_stages):
+        hidden = stages.forward()[0]
+        starts = stages.starts(index)[0]
+        width = tokens.shape[1]
+        proposal = model.propose(hidden, tokens[0, starts.clamp(max=width - 1)], vocabulary)
+        where = starts[:, None] + torch.arange(1, k + 1, device=device)
+        truth = tokens[0, where.clamp(max=width - 1)]
+        right = (proposal.tokens == truth) & (where < width)
+        accepted.append(right.long().cumprod(-1).sum(-1))
+        score.append(proposal.top_logp.sum(-1))
+    return Trace(torch.stack(accepted, 1).cpu(), torch.stack(score, 1).float().cpu(), k)
+
+
+def walk(trace: Trace, gate: float) -> Walk:
+    """Decode along the text under a fixed gate on the last stage. Text ends like `max_new_tokens` does."""
+    accepted, score, k = trace.accepted.tolist(), trace.score.tolist(), trace.stage_len
+    here = rounds = stages = looped = full = tokens = 0
+    while here < len(accepted):
+        depth = 1
+        while depth < len(score[here]) and score[here][depth - 1] >= gate:
+            if accepted[here][depth - 1] < k:  # already wrong: what follows is drafted in vain, whatever it is
+                break
+            depth += 1
+        taken = 0
+        for stage in range(depth):
+            taken += accepted[here][stage]
+            looped += accepted[here][stage] if stage else 0
+            if accepted[here][stage] < k:
+                break
+        full += accepted[here][0] == k
+        rounds, stages, here, tokens = rounds + 1, stages + depth, here + taken + 1, tokens + taken + 1
+    return Walk(tokens, rounds, stages, looped, full)
+
+
+def total(walks: Iterable[Walk]) -> Walk:
+    found = list(walks)
+    return Walk(*(sum(getattr(w, name) for w in found) for name in ("tokens", "rounds", "stages", "looped", "full")))

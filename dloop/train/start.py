@@ -1,0 +1,53 @@
+"""A new drafter for a target: weights that start from the target's own layers."""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from dloop.drafters.config import DSparkConfig
+from dloop.drafters.dspark import DSpark
+from dloop.errors import UserError
+from dloop.targets.hf import HFTarget
+
+COPIED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")
+COPIED += ("mlp.down_proj", "input_layernorm", "post_attention_layernorm")
+SMALL = 0.02  # standard deviation of what has no counterpart in the target
+
+
+@torch.no_grad()
+def from_target(config: DSparkConfig, target: HFTarget, layers: tuple[int, ...], seed: int) -> DSpark:
+    """A float32 drafter whose layers copy these layers of the target.
+
+    `fc` passes on the last tapped layer and `hidden_norm` takes the last copied layer's input norm, so that this
+    layer starts with the target's own keys and values; the Markov bias starts at zero.
+    Raises UserError if a copied layer does not fit.
+    """
+    if len(layers) != config.num_layers or not all(0 <= layer < target.num_layers for layer in layers):
+        raise UserError(
+            f"init layers {list(layers)} must name {config.num_layers} of the target's layers 0..{target.num_layers - 1}"
+        )
+    torch.manual_seed(seed)
+    model = DSpark(config)
+    sources = cast(nn.ModuleList, target.backbone.layers)
+    for layer, index in zip(model.layers, layers, strict=True):
+        for name in COPIED:
+            copy(sources[index], layer, name)
+    hidden = config.hidden_size
+    model.fc.weight.normal_(std=SMALL)
+    model.fc.weight[:, -hidden:] += torch.eye(hidden)
+    model.hidden_norm.weight.copy_(cast(Tensor, sources[layers[-1]].get_submodule("input_layernorm").weight))
+    model.norm.weight.copy_(cast(Tensor, cast(nn.Module, target.backbone.norm).weight))
+    if model.markov_head is not None:
+        model.markov_head.markov_w1.weight.normal_(std=0.1)
+        model.markov_head.markov_w2.weight.zero_()
+    return model
+
+
+def copy(source: nn.Module, target: nn.Module, name: str) -> None:
+    theirs, ours = source.get_submodule(name), target.get_submodule(name)
+    for key, value in ours.named_parameters():
+        found = cast(Tensor, theirs.get_parameter(key))
+        if found.shape != value.shape:
+            raise UserError(f"{name}.{key} is {tuple(found.shape)} in the target, {tuple(value.shape)} in the drafter")
+        value.copy_(found)

@@ -1,0 +1,51 @@
+"""Shapes and types are checked at run time in all tests: the hook must be installed before dloop is imported."""
+
+import os
+import sys
+from pathlib import Path
+
+import jaxtyping
+
+assert "dloop" not in sys.modules, "dloop was imported before the checking import hook"
+jaxtyping.install_import_hook("dloop", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+GOLDENS_VARIABLE = "DLOOP_GOLDENS"
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+hypothesis.settings.register_profile("dloop", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("dloop")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def goldens() -> Path:
+    """The golden vectors: $DLOOP_GOLDENS, else ../shared/goldens beside the repository."""
+    given = os.environ.get(GOLDENS_VARIABLE)
+    if given is not None:
+        assert Path(given).is_dir(), f"{GOLDENS_VARIABLE}={given!r} is not a folder"
+        return Path(given)
+    folder = ROOT.parent / "shared" / "goldens"
+    if not folder.is_dir():
+        pytest.skip(f"{GOLDENS_VARIABLE} is not set and {folder} does not exist")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The offline target, fetched once."""
+    from dloop.offline import smollm2
+
+    return smollm2()

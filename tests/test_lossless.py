@@ -1,0 +1,428 @@
+"""The promise: whatever is drafted, the text is the one the target alone gives. Float32, no exceptions."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+import dloop
+from dloop.drafters.block import BlockDrafter
+from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate
+from dloop.judge import Match, follow
+from dloop.loop import Limits, Session, Target, decode, run_many
+from dloop.sampling import Sampling, gumbel, process
+from dloop.targets.hf import HFTarget
+from dloop.testing import (
+    KINDS,
+    Decoded,
+    Script,
+    ScriptedDrafter,
+    TableTarget,
+    chain,
+    gather,
+    good_drafter,
+    knowing,
+    replay,
+    tiny_drafter,
+    tiny_target,
+)
+from dloop.types import Draft, Round, Rows, Seen, Stage, Verdict
+
+GATES = (NEVER_OPENS, -0.5, -2.0, ALWAYS_OPEN)
+MAX_STAGES = (1, 2, 3, 12)
+LENGTHS = (1, 2, 7, 48)
+PROMPT = [5, 9, 11, 60]
+GREEDY = Sampling()
+K = 3  # tokens of a scripted stage
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tiny target, what it says after PROMPT, and two drafters for it."""
+
+    target: HFTarget
+    text: list[int]
+    good: BlockDrafter
+    random: BlockDrafter
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request) -> Pair:
+    target = tiny_target(request.param, num_layers=3)
+    text = dloop.generate_autoregressive(target, PROMPT, max_new_tokens=max(LENGTHS)).tokens
+    return Pair(target, text, good_drafter(target, [PROMPT + text]), tiny_drafter(target, stage_len=3))
+
+
+def transformers_says(target: HFTarget, prompt: list[int], num_tokens: int, stop: Sequence[int] = ()) -> list[int]:
+    """Greedy decoding by transformers alone: the independent reference."""
+    ids = target.model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=list(stop) or None,
+        pad_token_id=0,
+    )
+    return ids[0, len(prompt) :].tolist()
+
+
+def timeless(rounds: Sequence[Round]) -> list[Round]:
+    return [replace(round, draft_s=0.0, verify_s=0.0) for round in rounds]
+
+
+# Real tiny models
+
+
+def test_plain_decoding_is_what_transformers_gives(pair):
+    for prompt, length in ((PROMPT, 48), (PROMPT, 1), ([3], 24), (list(range(40)), 24)):
+        expected = transformers_says(pair.target, prompt, length)
+        assert dloop.generate_autoregressive(pair.target, prompt, max_new_tokens=length).tokens == expected
+    stop = [pair.text[4], pair.text[9]]
+    stopped = dloop.generate_autoregressive(pair.target, PROMPT, max_new_tokens=48, stop_token_ids=stop)
+    assert stopped.tokens == transformers_says(pair.target, PROMPT, 48, stop)
+    assert stopped.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_greedy_text_is_the_target_s_own(pair, gate):
+    allowed = (1, 12) if gate == NEVER_OPENS else MAX_STAGES
+    for max_stages, length in itertools.product(allowed, LENGTHS):
+        out = dloop.generate(pair.target, pair.good, PROMPT, length, loop_gate=gate, max_stages=max_stages)
+        assert out.tokens == pair.text[:length], (max_stages, length)
+        assert out.finish_reason == "length"
+        assert max((r.stages for r in out.rounds), default=0) <= (1 if gate == NEVER_OPENS else max_stages)
+
+
+def test_a_drafter_that_is_always_wrong_changes_nothing(pair):
+    for gate, max_stages, length in ((NEVER_OPENS, 1, 24), (ALWAYS_OPEN, 3, 12)):
+        out = dloop.generate(pair.target, pair.random, PROMPT, length, loop_gate=gate, max_stages=max_stages)
+        assert out.tokens == pair.text[:length]
+        assert out.acceptance_length < 1.5
+
+
+def test_the_good_drafter_is_good_and_the_gate_matters(pair):
+    """Without long accepted runs and rounds of several stages the tests above would prove little."""
+    gates = (NEVER_OPENS, -2.0, ALWAYS_OPEN)
+    never, sometimes, always = (dloop.generate(pair.target, pair.good, PROMPT, 48, loop_gate=g).rounds for g in gates)
+    assert max(r.accepted for r in always) > pair.good.config.stage_len
+    assert len({r.stages for r in sometimes}) > 1
+    assert len(always) < len(never)
+
+
+def test_each_stop_token_ends_the_text_where_plain_decoding_ends_it(pair):
+    never_said = next(token for token in range(97) if token not in pair.text)
+    for index in first_occurrences(pair.text)[:7]:
+        for gate in (NEVER_OPENS, ALWAYS_OPEN):
+            out = dloop.generate(
+                pair.target, pair.good, PROMPT, 48, loop_gate=gate, stop_token_ids=[pair.text[index], never_said]
+            )
+            assert (out.tokens, out.finish_reason) == (pair.text[: index + 1], "stop")
+
+
+@pytest.mark.parametrize(
+    "law",
+    [Sampling(temperature=1.0), Sampling(temperature=0.6, top_k=5), Sampling(temperature=1.3, top_p=0.8, top_k=20)],
+    ids=["plain", "top-k", "top-k-and-top-p"],
+)
+def test_sampled_text_is_plain_sampling_with_the_same_seed(pair, law):
+    settings = {"temperature": law.temperature, "top_k": law.top_k, "top_p": law.top_p}
+    texts = []
+    for seed, gate in ((0, NEVER_OPENS), (1, -2.0), (2**62 - 1, ALWAYS_OPEN)):
+        alone = dloop.generate_autoregressive(pair.target, PROMPT, 16, seed=seed, **settings)
+        drafter = good_drafter(pair.target, [PROMPT + alone.tokens])  # knows this very sample: accepts long runs
+        out = dloop.generate(
+            pair.target, drafter, PROMPT, 16, loop_gate=gate, max_stages=3, seed=seed, verify="match", **settings
+        )
+        assert out.tokens == alone.tokens
+        assert out.acceptance_length > 1.5
+        texts.append(alone.tokens)
+    assert texts[0] != texts[1] != texts[2] != texts[0]
+
+
+@pytest.mark.parametrize("law", [GREEDY, Sampling(temperature=0.9, top_p=0.9)], ids=["greedy", "sampled"])
+def test_sequences_decoded_together_equal_those_decoded_alone(pair, law):
+    prompts = [PROMPT, [3], list(range(17))]
+    lengths = [20, 5, 13]
+
+    def task(index: int, session: Session, slot: int):
+        return decode(
+            session,
+            slot,
+            prompts[index],
+            gate=FixedGate((ALWAYS_OPEN, -2.0, NEVER_OPENS)[index]),
+            judge=Match(replace(law, seed=index)),
+            limits=Limits(max_new_tokens=lengths[index], max_stages=2 + index, context=pair.target.context),
+        )
+
+    def opened() -> Session:
+        return Session(pair.target.open(pair.good.taps), pair.good.open())
+
+    together_in = opened()
+    together = gather([task(i, together_in, slot=i) for i in range(3)], together_in)
+    for index, found in enumerate(together):
+        alone_in = opened()
+        alone = gather([task(index, alone_in, slot=7)], alone_in)[0]
+        assert found.tokens == alone.tokens
+        assert timeless(found.rounds) == timeless(alone.rounds)
+        plain = Session(pair.target.open(), None)
+        assert found.tokens == gather([task(index, plain, slot=0)], plain)[0].tokens
+
+
+def test_the_context_can_be_filled_to_its_last_position(pair):
+    for room in (1, 2, 5, 13):
+        prompt = [(7 * i) % 97 for i in range(pair.target.context - room)]
+        expected = transformers_says(pair.target, prompt, room)
+        for gate in (NEVER_OPENS, ALWAYS_OPEN):
+            out = dloop.generate(pair.target, pair.random, prompt, room, loop_gate=gate)
+            assert out.tokens == expected
+            assert all(max(r.draft.positions) < pair.target.context for r in out.rounds)
+
+
+# Scripted drafters on a table-driven target: every case is hit on purpose
+
+
+@dataclass
+class Watched:
+    """A target that notes what it is asked to verify."""
+
+    target: Target
+    asked: list[Rows] = field(default_factory=list)
+
+    def prefill(self, slot: int, tokens: list[int]) -> Seen:
+        return self.target.prefill(slot, tokens)
+
+    def verify(self, rows: Rows) -> Seen:
+        self.asked.append(rows)
+        return self.target.verify(rows)
+
+    def commit(self, slot: int, path: list[int]) -> None:
+        self.target.commit(slot, path)
+
+
+def first_occurrences(text: list[int]) -> list[int]:
+    """Positions whose token does not occur earlier: a stop token can be placed exactly there."""
+    return [index for index, token in enumerate(text) if token not in text[:index]]
+
+
+def limits(max_new_tokens: int, max_stages: int = 12, stop: Sequence[int] = (), context: int = 10_000) -> Limits:
+    return Limits(max_new_tokens=max_new_tokens, max_stages=max_stages, stop_ids=frozenset(stop), context=context)
+
+
+def run(target: Target, script: Script | None, rules: Limits, *, judge=None, gate: float = ALWAYS_OPEN) -> Decoded:
+    session = Session(target, None if script is None else ScriptedDrafter(K, script))
+    judge = judge or Match(GREEDY)
+    return gather([decode(session, 0, PROMPT, gate=FixedGate(gate), judge=judge, limits=rules)], session)[0]
+
+
+def check_lossless(target: TableTarget, script: Script, rules: Limits, *, judge, gate: float) -> Decoded:
+    """The check of this file, as a function, so that wrong parts can be shown to fail it."""
+    sampling = judge.sampling
+    alone = run(target, None, rules, judge=Match(sampling))
+    found = run(target, script, rules, judge=judge, gate=gate)
+    assert (found.tokens, found.finish) == (alone.tokens, alone.finish), "the text differs from plain decoding"
+    return found
+
+
+@pytest.fixture(scope="module")
+def world() -> tuple[TableTarget, list[int]]:
+    """A table-driven target whose greedy text after PROMPT has no repeated token, and that text."""
+    for seed in itertools.count():
+        target = TableTarget.random(vocab_size=509, seed=seed)
+        text = run(target, None, limits(30)).tokens
+        if len(set(text)) == len(text):
+            return target, text
+    raise AssertionError
+
+
+def uneven(script: Script) -> Script:
+    """The same drafts with scores on both sides of every gate."""
+
+    def scored(before: list[int], index: int) -> Stage:
+        score = (-0.1, -1.0, -0.4, -5.0)[(len(before) + index) % 4]
+        return replace(script(before, index), score=score)
+
+    return scored
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2, 3, 4, 8, 99])
+def test_drafts_right_up_to_any_token_give_the_same_text(world, num_right):
+    target, text = world
+    script = uneven(knowing(PROMPT + text, K, num_right))
+    for gate, max_stages, length in itertools.product(GATES, MAX_STAGES, (1, 2, 7, 20)):
+        found = check_lossless(target, script, limits(length, max_stages), judge=Match(GREEDY), gate=gate)
+        assert found.tokens == text[:length]
+        for r in found.rounds:
+            assert r.accepted == min(num_right, len(r.drafted))
+            assert len(r.drafted) == K * r.stages
+
+
+@pytest.mark.parametrize("num_right", [0, 2, 99])
+def test_a_stop_token_at_any_place_ends_the_text_there(world, num_right):
+    """In a stage, at its end, as the bonus, as the very first token, in a part that is rejected."""
+    target, text = world
+    script = knowing(PROMPT + text, K, num_right)
+    for index, max_stages in itertools.product(range(14), (1, 3)):
+        rules = limits(20, max_stages, stop=[text[index]])
+        found = check_lossless(target, script, rules, judge=Match(GREEDY), gate=ALWAYS_OPEN)
+        assert (found.tokens, found.finish) == (text[: index + 1], "stop")
+        assert len(found.rounds) == 0 if index == 0 else found.rounds[-1].finish == "stop"
+        assert all(r.finish is None for r in found.rounds[:-1])
+
+
+def test_accepted_is_never_cut_bonus_is_null_after_a_stop_and_emitted_is_cut(world):
+    target, text = world
+    script = knowing(PROMPT + text, K, num_right=5)  # a round: 2 stages, 5 accepted, one wrong, bonus text[6]
+    for index in range(1, 7):
+        last = run(target, script, limits(30, 2, stop=[text[index]])).rounds[-1]
+        drafted = K if index <= K else 2 * K  # a stage that holds the stop token is the last
+        assert last.accepted == min(5, drafted)
+        assert last.emitted == text[1 : index + 1]
+        assert last.bonus == (text[6] if index == 6 else None)
+        assert last.stage_records[-1].reason == ("max_stages" if index == 6 else "stop_token")
+    for length in range(2, 7):
+        last = run(target, script, limits(length, 2)).rounds[-1]
+        drafted = K if length - 1 <= K else 2 * K
+        assert last.accepted == min(5, drafted)
+        assert last.emitted == text[1:length]
+        assert last.bonus == text[last.accepted + 1]
+        assert last.finish == "length"
+
+
+def test_a_stop_token_in_a_rejected_part_ends_nothing(world):
+    target, text = world
+    wrong = itertools.repeat(chain([text[15], 1, 2]))
+    found = run(target, replay(wrong), limits(10, 3, stop=[text[15]]))
+    assert (found.tokens, found.finish) == (text[:10], "length")
+    assert {r.stage_records[-1].reason for r in found.rounds} == {"stop_token"}
+    assert all(r.bonus is not None for r in found.rounds)
+
+
+def test_always_right_and_always_open_gives_exactly_the_stages_allowed(world):
+    """Unless the length needs fewer: a stage follows while drafted < max_new_tokens - tokens output so far."""
+    target, text = world
+    script = knowing(PROMPT + text, K, num_right=99)
+    for max_stages, length in itertools.product((1, 2, 3, 4, 12), range(2, 26)):
+        produced = 1
+        for r in run(target, script, limits(length, max_stages)).rounds:
+            needed = -(-(length - produced) // K)
+            assert r.stages == min(max_stages, needed)
+            assert r.accepted == len(r.drafted)
+            assert r.stage_records[-1].reason == ("length" if needed <= max_stages else "max_stages")
+            assert [record.reason for record in r.stage_records[:-1]] == ["open"] * (r.stages - 1)
+            produced += len(r.emitted)
+        assert produced == length
+
+
+def test_the_gate_is_asked_after_each_stage_and_recorded(world):
+    target, text = world
+    scores = [-0.3, -0.6, -0.1, -2.0]
+    stages = [chain([0, 1, 2], score) for score in scores]
+    for gate, expected in ((NEVER_OPENS, 1), (-0.5, 2), (-0.6, 4), (-2.1, 5), (ALWAYS_OPEN, 5)):
+        r = run(target, replay(itertools.cycle(stages)), limits(30, 5), gate=gate).rounds[0]
+        assert r.stages == expected
+        assert r.scores == [*scores, *scores][:expected]
+        assert [record.gate for record in r.stage_records] == [gate] * expected
+        assert r.stage_records[-1].reason == ("max_stages" if expected == 5 else "gate")
+
+
+@pytest.mark.parametrize("beyond", range(1, 10))
+def test_nothing_is_drafted_or_verified_beyond_the_context(world, beyond):
+    target, text = world
+    rules = limits(8, stop=(), context=len(PROMPT) + beyond)
+    watched = Watched(target)
+    rounds = run(watched, knowing(PROMPT + text, K, 99), rules).rounds
+    assert [t for r in rounds for t in r.emitted] == text[1:8]
+    for r in rounds:
+        room = rules.context - 1 - r.context_len  # positions after the anchor
+        assert r.stages <= max(0, room // K)
+        if r.stages < room // K:
+            assert r.stage_records[-1].reason == "length"
+        if not r.stages:
+            assert (r.drafted, r.scores, r.stage_records, r.accepted) == ([], [], [], 0)
+    inside = [rows for rows in watched.asked if len(rows) > 1]
+    assert all(max(rows.position) < rules.context for rows in inside)
+
+
+def test_requests_of_all_live_sequences_travel_together(world):
+    target, text = world
+    watched = Watched(target)
+    session = Session(watched, ScriptedDrafter(K, lambda before, index: chain([1, 2, 3])))
+    lengths = [3, 8, 5]
+    tasks = [
+        decode(session, slot, PROMPT, gate=FixedGate(), judge=Match(GREEDY), limits=limits(length))
+        for slot, length in enumerate(lengths)
+    ]
+    events = list(run_many(tasks, session))
+    assert [len(set(rows.slot)) for rows in watched.asked] == [3, 3, 2, 2, 1, 1, 1]
+    assert sorted(index for index, _ in events[:3]) == [0, 1, 2]
+    for slot, length in enumerate(lengths):
+        rounds = [event for index, event in events if index == slot and isinstance(event, Round)]
+        assert [t for r in rounds for t in r.emitted] == text[1:length]
+
+
+# Planted mistakes: the checks above must see them
+
+
+@dataclass(frozen=True)
+class Generous(Match):
+    """Accepts one token more than the target agreed to."""
+
+    def __call__(self, draft: Draft, logits: torch.Tensor) -> Verdict:
+        verdict = super().__call__(draft, logits)
+        node = len(verdict.path) + 1
+        return Verdict(path=[*verdict.path, node], bonus=verdict.bonus) if node < len(draft.tokens) else verdict
+
+
+@dataclass(frozen=True)
+class Shifted(Match):
+    """Reads the logits one row late."""
+
+    def __call__(self, draft: Draft, logits: torch.Tensor) -> Verdict:
+        return super().__call__(draft, logits.roll(-1, 0))
+
+
+@dataclass(frozen=True)
+class RowKeyed(Match):
+    """Noise by row instead of by position: the text then depends on how it was drafted."""
+
+    def __call__(self, draft: Draft, logits: torch.Tensor) -> Verdict:
+        noise = gumbel(self.sampling.seed, torch.arange(len(logits)), logits.shape[-1])
+        picks = (process(logits, self.sampling).double() + noise).argmax(-1)
+        return follow(draft, picks.tolist())
+
+
+class Leaky(TableTarget):
+    """Keeps one rejected row."""
+
+    def commit(self, slot: int, path: list[int]) -> None:
+        after = path[-1] + 1
+        super().commit(slot, [*path, after] if after < len(self.tails[slot]) else path)
+
+
+@pytest.mark.parametrize("law", [GREEDY, Sampling(temperature=1.0, seed=5)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("judge", [Match, Generous, Shifted, RowKeyed])
+def test_a_wrong_judge_is_caught(world, law, judge):
+    if judge is RowKeyed and law.is_greedy:
+        judge = Generous  # greedy has no noise
+    target, _ = world
+    rules = limits(20, 3)
+    text = run(target, None, rules, judge=Match(law)).tokens
+    script = knowing(PROMPT + text, K, num_right=4)
+
+    def check() -> None:
+        check_lossless(target, script, rules, judge=judge(law), gate=ALWAYS_OPEN)
+
+    if judge is Match:
+        check()
+    else:
+        with pytest.raises(AssertionError):
+            check()
+
+
+def test_a_target_that_keeps_a_rejected_row_is_caught(world):
+    target, text = world
+    script = knowing(PROMPT + text, K, num_right=4)
+    with pytest.raises(AssertionError):
+        check_lossless(Leaky(target.table), script, limits(20, 3), judge=Match(GREEDY), gate=ALWAYS_OPEN)
