@@ -213,6 +213,8 @@ def plain(value: object) -> Json:
     """Any setting as strict JSON."""
     if isinstance(value, float):
         return number(value)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in cast(dict[object, object], value).items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in cast(Sequence[object], value)]
     return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -73,7 +73,7 @@ def tiny_drafter(
         block_size=stage_len,
         label_shift=0,
         mask_token_id=target.vocab_size - 1,
-        target_layer_ids=tuple(range(0, target.num_layers - 1, 2)),
+        target_layer_ids=(0, target.num_layers - 2),
         num_target_layers=target.num_layers,
         gap_rows=gap_rows,
         markov_rank=0 if head is None else target.vocab_size,

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jaxtyping
@@ -21,6 +22,11 @@ hypothesis.settings.register_profile("dloop", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("dloop")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Silence hypothesis about records made inside strategies: beartype picks the list item to check at random."""
+    config.addinivalue_line("filterwarnings", "ignore:Do not use the .random. module inside strategies")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out what needs a GPU where there is none."""
     if torch.cuda.is_available():
@@ -28,6 +34,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Production's state, without run-time type checks: for what the product itself must refuse."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

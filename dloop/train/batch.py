@@ -22,9 +22,10 @@ class TrainBatch:
     tokens: Int[Tensor, "B T"]
     loss_mask: Bool[Tensor, "B T"]
     lengths: Int[Tensor, " B"]
+    starts: Int[Tensor, " B"]  # where each sample stands in its token file
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.tokens, self.loss_mask, self.lengths
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.tokens, self.loss_mask, self.lengths, self.starts
 
     def to(self, device: torch.device) -> "TrainBatch":
         return TrainBatch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors()))
@@ -72,7 +73,7 @@ class TokenFile:
         for row, (ids, prompt) in enumerate(samples):
             tokens[row, : len(ids)] = torch.from_numpy(ids)
             mask[row, prompt : len(ids)] = True
-        return TrainBatch(tokens, mask, lengths)
+        return TrainBatch(tokens, mask, lengths, torch.from_numpy(self.starts[indices]))
 
 
 def plan_epoch(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:

@@ -69,14 +69,16 @@ def trace(
     return Trace(torch.stack(accepted, 1).cpu(), torch.stack(score, 1).float().cpu(), k)
 
 
-def walk(trace: Trace, gate: float) -> Walk:
-    """Decode along the text under a fixed gate on the last stage. Text ends like `max_new_tokens` does."""
+def walk(trace: Trace, gate: float | None) -> Walk:
+    """Decode along the text under a fixed gate on the last stage; None is the oracle, which goes on exactly while
+    everything drafted is right. The text ends like `max_new_tokens` does.
+    """
     accepted, score, k = trace.accepted.tolist(), trace.score.tolist(), trace.stage_len
     here = rounds = stages = looped = full = tokens = 0
     while here < len(accepted):
         depth = 1
-        while depth < len(score[here]) and score[here][depth - 1] >= gate:
-            if accepted[here][depth - 1] < k:  # already wrong: what follows is drafted in vain, whatever it is
+        while depth < len(score[here]) and accepted[here][depth - 1] == k:  # beyond a miss all is drafted in vain
+            if gate is not None and score[here][depth - 1] < gate:
                 break
             depth += 1
         taken = 0

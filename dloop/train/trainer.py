@@ -3,7 +3,7 @@
 import csv
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dloop.errors import UserError
-from dloop.targets.hf import HFTarget
+from dloop.targets.hf import BatchFeatures
 from dloop.train.batch import TokenFile, TrainBatch, batches, plan_epoch
 from dloop.train.block import DSparkObjective, Loss
 from dloop.train.checkpoint import Progress, save
@@ -36,7 +36,6 @@ class TrainSettings:
     seed: int = 42
     log_interval: int = 50
     save_interval: int = 1000
-    cuda_graphs: bool = False
 
 
 class Record(NamedTuple):
@@ -57,9 +56,11 @@ def depth_at(step: int, max_stage: int, seed: int) -> int:
 class Step:
     """One training step on the device; returns COLUMNS without waiting for them."""
 
-    def __init__(self, objective: DSparkObjective, target: HFTarget, optimizer: Optimizer) -> None:
+    def __init__(
+        self, objective: DSparkObjective, features: Callable[[TrainBatch], BatchFeatures], optimizer: Optimizer
+    ) -> None:
         self.objective = objective
-        self.target = target
+        self.features = features
         self.optimizer = optimizer
 
     def __call__(self, parts: list[TrainBatch], depth: int) -> Float[Tensor, " c"]:
@@ -74,9 +75,9 @@ class Step:
         return torch.cat([mean[:1], norm.detach()[None], mean[1:]])
 
     def loss(self, batch: TrainBatch, depth: int) -> Loss:
-        features = self.target.features(batch.tokens, self.objective.model.config.target_layer_ids)
-        device = batch.tokens.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self.target.dtype == torch.bfloat16):
+        features = self.features(batch)
+        half = features.taps.dtype == torch.bfloat16
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=half):
             return self.objective(batch, features, depth)
 
 
@@ -88,6 +89,7 @@ class GraphedStep:
 
     def __init__(self, step: Step) -> None:
         self.step = step
+        self.objective, self.optimizer = step.objective, step.optimizer
         self.seen: set[tuple[int, int]] = set()
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, TrainBatch, Tensor]] = {}
         self.pool: tuple[int, int] | None = None
@@ -126,13 +128,11 @@ def summary(loss: Loss) -> Float[Tensor, " c"]:
 
 
 def train(
-    objective: DSparkObjective,
-    target: HFTarget,
+    step_once: Step | GraphedStep,
     data: TokenFile,
     settings: TrainSettings,
     output_dir: Path,
     *,
-    optimizer: Optimizer,
     done: int = 0,
     fingerprint: str = "",
 ) -> Iterator[Record]:
@@ -140,8 +140,7 @@ def train(
     interrupted (Ctrl-C or the consumer's close).
     """
     check(settings)
-    plain = Step(objective, target, optimizer)
-    step_once = GraphedStep(plain) if settings.cuda_graphs else plain
+    optimizer, model = step_once.optimizer, step_once.objective.model
     stream = batches(data, settings.batch_size, settings.seed, done * settings.accumulation_steps,
                      settings.num_steps * settings.accumulation_steps)
     per_epoch = steps_per_epoch(data, settings)
@@ -152,17 +151,17 @@ def train(
             rate = learning_rate(step, settings.num_steps, settings.learning_rate, settings.warmup_ratio)
             optimizer.set_rate(rate)
             seed_step(settings.seed, step)
-            parts = [next(stream).to(target.device) for _ in range(settings.accumulation_steps)]
+            parts = [next(stream).to(optimizer.rate.device) for _ in range(settings.accumulation_steps)]
             log.add(step_once(parts, depth_at(step, settings.dloop_max_stage, settings.seed)))
             step += 1
             if step % settings.log_interval == 0 or step == settings.num_steps:
                 yield log.line(step, step // per_epoch, rate)
             if step % settings.save_interval == 0:
-                save(output_dir, Progress(step // per_epoch, step), objective.model, optimizer, fingerprint)
+                save(output_dir, Progress(step // per_epoch, step), model, optimizer, fingerprint)
                 saved = step
     finally:
         if step != saved:
-            save(output_dir, Progress(step // per_epoch, step), objective.model, optimizer, fingerprint)
+            save(output_dir, Progress(step // per_epoch, step), model, optimizer, fingerprint)
 
 
 def seed_step(seed: int, step: int) -> None:
@@ -179,8 +178,6 @@ def check(settings: TrainSettings) -> None:
     for name in ("num_steps", "batch_size", "accumulation_steps", "log_interval", "save_interval"):
         if getattr(settings, name) < 1:
             raise UserError(f"{name}={getattr(settings, name)} must be at least 1")
-    if settings.cuda_graphs and settings.accumulation_steps > 1:
-        raise UserError("cuda_graphs needs accumulation_steps=1; switch one of them off")
 
 
 class Log:

@@ -1,0 +1,196 @@
+"""What `dloop demo` does: the same prompts decoded plainly, by the host drafter and by the loop, in turns."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxtyping import Float
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from dloop.api import Settings, Stream, check_prompt, limits_of, sampling_of
+from dloop.chat import Tokenizer, load_tokenizer
+from dloop.cli.answer import decode as decode_stream
+from dloop.cli.answer import device_of
+from dloop.cli.demo import PROMPTS, Command
+from dloop.drafters.block import BlockDrafter
+from dloop.errors import UserError
+from dloop.gate import NEVER_OPENS, FixedGate
+from dloop.judge import Match
+from dloop.load import DTypeName, load_drafter, load_target
+from dloop.loop import Session, decode, run_one
+from dloop.records import Answer, dumps
+from dloop.targets.hf import HFTarget
+from dloop.types import Draft, Verdict
+
+NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.25}  # largest gap of logits that rounding can turn over
+WARM_UP_TOKENS = 8
+CONTROL_TOKENS = 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A target, its tokenizer and a drafter for it."""
+
+    target: HFTarget
+    tokenizer: Tokenizer
+    drafter: BlockDrafter
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to decode."""
+
+    name: str
+    drafter: BlockDrafter | None
+    gate: float = NEVER_OPENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Where a text first leaves plain decoding's, and how sure plain decoding was there."""
+
+    index: int  # of the token in the answer
+    plain: int
+    other: int
+    gap: float  # plain decoding's own logit of its token, less that of the other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One answer, one way."""
+
+    prompt: str
+    way: str
+    answer: Answer
+    difference: Difference | None  # None: the same text as plain decoding
+
+
+@dataclass
+class Keeping:
+    """A judge that keeps the rows it chose from: row i gave plain decoding's token i."""
+
+    judge: Match
+    rows: list[Float[Tensor, " V"]] = field(default_factory=list[Tensor])
+
+    def first(self, logits: Float[Tensor, " V"], position: int) -> int:
+        self.rows.append(logits)
+        return self.judge.first(logits, position)
+
+    def __call__(self, draft: Draft, logits: Float[Tensor, "n V"]) -> Verdict:
+        self.rows.append(logits[0])
+        return self.judge(draft, logits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """All runs of a race, and the same texts' proof in float32 (None: the race itself was in float32)."""
+
+    runs: list[Run]
+    control: Run | None
+
+    def faults(self, dtype: str) -> list[Run]:
+        """Runs whose text differs where rounding cannot be the reason."""
+        found = [run for run in self.runs if is_fault(run, dtype)]
+        return found + [run for run in [self.control] if run and is_fault(run, "float32")]
+
+
+def is_fault(run: Run, dtype: str) -> bool:
+    return run.difference is not None and run.difference.gap > NEAR_TIE[dtype]
+
+
+def race(command: Command) -> int:
+    from dloop.cli.race_report import document, report  # it reads the records above
+
+    if not 1 <= command.prompts <= len(PROMPTS):
+        raise UserError(f"--prompts {command.prompts}: there are {len(PROMPTS)}: {', '.join(PROMPTS)}")
+    pair = load(command, command.dtype)
+    kinds = list(PROMPTS)[: command.prompts]
+    total = 3 * len(kinds) + (command.dtype != "float32")
+    with bar(total) as progress:
+        runs = run_all(pair, command, kinds, progress)
+        control = None if command.dtype == "float32" else float32_control(command, kinds[-1], progress)
+    done = Race(runs=runs, control=control)
+    if command.json:
+        print(dumps(document(pair, command, done)))
+    else:
+        report(Console(highlight=False), pair, command, done)
+    return 1 if done.faults(command.dtype) else 0
+
+
+def load(command: Command, dtype: DTypeName) -> Pair:
+    target = load_target(command.model, dtype, device_of(command.device))
+    tokenizer = load_tokenizer(target.folder, target.name)
+    if tokenizer is None:
+        raise UserError(f"{command.model} has no tokenizer beside its weights; the demo needs one to show texts")
+    return Pair(target=target, tokenizer=tokenizer, drafter=load_drafter(command.draft_model, target))
+
+
+def bar(total: int) -> Progress:
+    """Progress on standard error, silent when that is piped."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    progress.add_task("warming up", total=total)
+    return progress
+
+
+def run_all(pair: Pair, command: Command, kinds: list[str], progress: Progress) -> list[Run]:
+    """Every prompt every way; the order of the ways turns, so that none always comes first."""
+    plain, host = Way("plain", None), Way("host", pair.drafter)
+    ways = [plain, host, Way("loop", pair.drafter, command.loop_gate)]
+    for way in ways:
+        decode_one(pair, way, kinds[0], WARM_UP_TOKENS)
+    runs: list[Run] = []
+    for turn, kind in enumerate(kinds):
+        done: dict[str, Decoded] = {}
+        for way in ways[turn % 3 :] + ways[: turn % 3]:
+            progress.update(progress.task_ids[0], description=f"{kind}: {way.name}")
+            done[way.name] = decode_one(pair, way, kind, command.max_new_tokens)
+            progress.advance(progress.task_ids[0])
+        runs += [compare(kind, way.name, done["plain"], done[way.name]) for way in ways]
+    return runs
+
+
+def float32_control(command: Command, kind: str, progress: Progress) -> Run:
+    """One answer again in float32, where no rounding excuses a difference."""
+    progress.update(progress.task_ids[0], description=f"{kind} in float32")
+    pair, length = load(command, "float32"), min(command.max_new_tokens, CONTROL_TOKENS)
+    plain = decode_one(pair, Way("plain", None), kind, length)
+    loop = decode_one(pair, Way("loop", pair.drafter, command.loop_gate), kind, length)
+    progress.advance(progress.task_ids[0])
+    return compare(kind, "loop", plain, loop)
+
+
+class Decoded(NamedTuple):
+    answer: Answer
+    rows: list[Float[Tensor, " V"]]  # the logits that each round's first choice was made from
+
+
+def decode_one(pair: Pair, way: Way, kind: str, max_new_tokens: int) -> Decoded:
+    settings = Settings(max_new_tokens=max_new_tokens, loop_gate=way.gate)
+    tokenizer, target, text = pair.tokenizer, pair.target, PROMPTS[kind]
+    chat = tokenizer.has_template
+    ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+    prompt = check_prompt(ids, target, max_new_tokens)
+    drafter = way.drafter
+    session = Session(target.open(drafter.taps if drafter else ()), drafter.open() if drafter else None)
+    judge = Keeping(Match(sampling_of(settings)))
+    task = decode(session, 0, prompt, gate=FixedGate(way.gate), judge=judge, limits=limits_of(settings, target))
+    answer = decode_stream(Stream(run_one(task, session), None), prompt, tokenizer, quiet=True)
+    return Decoded(answer, judge.rows)
+
+
+def compare(kind: str, way: str, plain: Decoded, other: Decoded) -> Run:
+    ours, theirs = plain.answer.generation.tokens, other.answer.generation.tokens
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    index = next((index for index, (token, instead) in pairs if token != instead), None)
+    difference = None
+    if index is not None:
+        row = plain.rows[index].float()
+        gap = float(row[ours[index]] - row[theirs[index]])
+        difference = Difference(index=index, plain=ours[index], other=theirs[index], gap=gap)
+    assert difference or len(ours) == len(theirs), (
+        f"{way} ends {kind} after {len(theirs)} tokens, plain after {len(ours)}"
+    )
+    return Run(prompt=kind, way=way, answer=other.answer, difference=difference)
