@@ -195,6 +195,7 @@ def start(
 
 
 def collect(stream: Stream) -> Generation:
+    """Run a stream to its end."""
     first = stream.first
     rounds = list(stream)
     assert stream.finish_reason is not None
@@ -205,11 +206,13 @@ def collect(stream: Stream) -> Generation:
 
 
 def sampling_of(settings: Settings) -> Sampling:
+    """The law tokens are drawn from; a run without a seed gets a fresh one."""
     seed = fresh_seed() if settings.seed is None else settings.seed
     return Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=seed)
 
 
 def limits_of(settings: Settings, target: HFTarget) -> Limits:
+    """When to stop; "model" takes the target's own stop tokens."""
     if settings.max_stages < 1:
         raise UserError(f"max_stages={settings.max_stages} must be at least 1")
     given = settings.stop_token_ids
@@ -223,6 +226,7 @@ def limits_of(settings: Settings, target: HFTarget) -> Limits:
 
 
 def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_tokens: int) -> list[int]:
+    """One prompt as a list of ids that, with the new tokens, fits the target."""
     prompt: list[int] = prompt_ids.flatten().tolist() if isinstance(prompt_ids, Tensor) else list(prompt_ids)
     if isinstance(prompt_ids, Tensor) and prompt_ids.ndim > 1 and prompt_ids.shape[0] != 1:
         raise UserError(f"prompt_ids of shape {tuple(prompt_ids.shape)} holds several prompts; decode them one by one")
@@ -248,8 +252,8 @@ def refuse_unsupported(settings: Settings, drafter: BlockDrafter | None) -> None
         value: Budget = getattr(settings, name)
         if value not in ("host", 0):
             raise UserError(f"{name}={value!r}: trees are not offered for {family}; use 0 or 'host' (a chain)")
-    for name in ("draft_depth", "mtp_k"):
-        if getattr(settings, name) is not None:
+    for name in ("draft_depth", "mtp_k", "topk_k", "tree_width", "tree_beta"):
+        if getattr(settings, name) != getattr(Settings, name):  # the default: not given
             raise UserError(f"{name}={getattr(settings, name)} does not apply to {family}; leave it out")
     if settings.verify == "reject":
         raise UserError("verify='reject' is not offered yet; 'match' gives plain sampling's text with the same seed")

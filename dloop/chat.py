@@ -4,10 +4,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypedDict, cast
+from typing import Protocol, TypedDict, cast, runtime_checkable
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
 from dloop.errors import UserError
 
@@ -20,6 +19,7 @@ class Message(TypedDict):
     content: str
 
 
+@runtime_checkable
 class HFTokenizer(Protocol):
     """What is used of transformers' tokenizers."""
 
@@ -77,6 +77,8 @@ def load_tokenizer(folder: Path | None, name: str) -> Tokenizer | None:
     """The tokenizer beside a target's weights; None if there is none. Raises UserError where it cannot be read."""
     if folder is None or not any((folder / file).is_file() for file in FILES):
         return None
+    from transformers import AutoTokenizer
+
     try:
         load = AutoTokenizer.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         inner = cast(HFTokenizer, load(folder, trust_remote_code=False))

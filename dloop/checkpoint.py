@@ -19,6 +19,8 @@ CONVERT = (
     "pytorch_model.bin model.safetensors"
 )
 
+PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 def resolve(name: str, revision: str | None, what: str) -> Path:
     """A local folder, or a model id fetched from the hub at this revision."""
@@ -43,6 +45,7 @@ def resolve(name: str, revision: str | None, what: str) -> Path:
 
 
 def read_json(path: Path, what: str) -> dict[str, object]:
+    """The object in a JSON file; `what` names its owner in errors."""
     if not path.is_file():
         raise UserError(f"{what}: {path} does not exist; a checkpoint folder needs it")
     try:
@@ -58,7 +61,10 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, sharded or single."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = cast(Mapping[str, str], read_json(index, "weights index")["weight_map"])
+        weight_map = read_json(index, "weights index").get("weight_map")
+        if not isinstance(weight_map, Mapping):
+            raise UserError(f"{index} has no weight_map; fetch the checkpoint again")
+        weight_map = cast(Mapping[str, str], weight_map)
         files = [folder / name for name in sorted(set(weight_map.values()))]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
@@ -76,15 +82,26 @@ def weight_files(folder: Path) -> list[Path]:
     raise UserError(f"{folder} holds no model.safetensors; give the folder of a complete checkpoint")
 
 
+def check_readable(folder: Path) -> None:
+    """Open every weight file, so that a damaged one is told in one line and not by whoever reads it later."""
+    for file in weight_files(folder):
+        opened(file)
+
+
+def opened(file: Path) -> safe_open:
+    """A safetensors file whose header is sound."""
+    try:
+        return safe_open(file, framework="pt")
+    except Exception as error:  # safetensors raises its own type without a common base across releases
+        raise UserError(f"{file} cannot be read as safetensors ({error}); fetch the checkpoint again") from error
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, on the CPU."""
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for key in handle.keys():
-                    tensors[key] = handle.get_tensor(key)
-        except Exception as error:  # safetensors raises its own type without a common base across releases
-            raise UserError(f"{file} cannot be read as safetensors ({error}); fetch the checkpoint again") from error
+        with opened(file) as handle:
+            tensors |= {key: handle.get_tensor(key) for key in handle.keys()}
     return tensors
 
 
@@ -95,12 +112,20 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, Tensor], source: str)
     complain(source, "has unexpected", tensors.keys() - expected.keys())
     wrong = [f"{k} {tuple(tensors[k].shape)} instead of {expected[k]}" for k in expected if tensors[k].shape != expected[k]]
     complain(source, "has wrongly shaped", wrong)
-    bad = [name for name, value in tensors.items() if not bool(torch.isfinite(value).all())]
-    complain(source, "has NaN or infinite values in", bad)
+    check_values(source, tensors)
     module.load_state_dict(dict(tensors), strict=True, assign=True)
 
 
+def check_values(source: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse quantised weights, which would be read as plain numbers, and values that are not finite."""
+    odd = [f"{name} ({value.dtype})" for name, value in tensors.items() if value.dtype not in PLAIN_DTYPES]
+    complain(source, "has quantised", odd)
+    bad = [name for name, value in tensors.items() if not bool(torch.isfinite(value).all())]
+    complain(source, "has NaN or infinite values in", bad)
+
+
 def complain(source: str, fault: str, names: Iterable[str]) -> None:
+    """Raise a UserError that lists the first of these tensors; no names, no error."""
     listed = sorted(names)
     if listed:
         shown = ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
@@ -125,6 +150,7 @@ def write_checkpoint(
         names = ["model.safetensors"]
     for name, shard in zip(names, shards, strict=True):
         save_file(shard, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)  # safetensors writes 0600; a checkpoint is made to be read
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}

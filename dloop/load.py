@@ -1,5 +1,6 @@
 """From names to loaded models. The family of a drafter is read from its config, never from a path."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, cast
 
@@ -19,6 +20,7 @@ DTypeName = Literal["float32", "bfloat16"]
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEMO = Path(__file__).parent / "demo_drafter"
 FAMILIES = ("dspark",)
+FAULTS = {"missing": "is missing", "unexpected": "has unexpected", "mismatched": "has wrongly shaped"}  # transformers'
 
 
 def load_target(
@@ -40,7 +42,7 @@ def load_target(
         folder = checkpoint.resolve(name_or_path, revision, "--model")
     raw = checkpoint.read_json(folder / "config.json", name_or_path)
     check_target(raw, name_or_path)
-    checkpoint.weight_files(folder)
+    checkpoint.check_readable(folder)
 
     from transformers import AutoModelForCausalLM
 
@@ -50,10 +52,11 @@ def load_target(
         attn_implementation="sdpa",
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
+        ignore_mismatched_sizes=True,  # told apart below, in one line
         output_loading_info=True,
     )
-    for fault, key in (("is missing", "missing_keys"), ("has unexpected", "unexpected_keys")):
-        checkpoint.complain(name_or_path, fault, [str(name) for name in info[key]])
+    for fault in ("missing", "unexpected", "mismatched"):
+        checkpoint.complain(name_or_path, FAULTS[fault], [str(name) for name in info[f"{fault}_keys"]])
     model.to(where).eval().requires_grad_(False)
     return HFTarget(name=name_or_path, model=model, stop_ids=stop_ids(model), folder=folder)
 
@@ -84,6 +87,7 @@ def load_drafter(
 
 
 def check_device(device: str) -> torch.device:
+    """A device that exists here."""
     try:
         where = torch.device(device)
     except RuntimeError as error:
@@ -108,6 +112,7 @@ def check_target(raw: Json, name: str) -> None:
 
 
 def is_drafter(raw: Json) -> bool:
+    """Whether a config has fields that only drafters have."""
     return "dflash_config" in raw or "target_layer_ids" in raw or "block_size" in raw
 
 
@@ -115,7 +120,10 @@ def detect_family(raw: Json, name: str) -> str:
     """The host family, from the config alone, in the published order of precedence."""
     architectures = cast(list[object], raw.get("architectures") or ["(none)"])
     architecture = str(architectures[0])
-    nested = cast(Json, raw.get("dflash_config") or {})
+    own = raw.get("dflash_config")
+    if own is not None and not isinstance(own, Mapping):
+        raise UserError(f"{name}: dflash_config={own!r} must be an object; fetch config.json again")
+    nested = cast(Json, own or {})
     projector = nested.get("projector_type")
     if architecture == "DFlash2DraftModel" or any(nested.get(k, raw.get(k)) for k in ("conv_kernel_size", "selector_rank")):
         found = "a DFlash 2 drafter (another model than DFlash)"
@@ -175,8 +183,9 @@ def own_vocabulary(tensors: dict[str, Tensor], target: HFTarget, name: str) -> V
     own: list[Tensor] = []
     for key, kept in zip(keys, (shared.embedding, shared.head), strict=True):
         weight = tensors.pop(key)
-        if weight.shape != kept.shape or not bool(torch.isfinite(weight).all()):
-            raise UserError(f"{name}: {key} is {tuple(weight.shape)} or not finite; expected {tuple(kept.shape)}")
+        checkpoint.check_values(name, {key: weight})
+        if weight.shape != kept.shape:
+            raise UserError(f"{name}: {key} is {tuple(weight.shape)}; expected {tuple(kept.shape)} as in {target.name}")
         moved = weight.to(device=target.device, dtype=target.dtype)
         own.append(kept if torch.equal(moved, kept) else moved)  # equal by construction: keep one copy
     return Vocabulary(embedding=own[0], head=own[1])

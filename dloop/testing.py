@@ -1,7 +1,6 @@
 """Tiny models and scripted doubles, for tests of dloop and of code built on it. All seeded; nothing is fetched.
 
-The tiny models are real ones of each supported architecture. The doubles need no model at all: a target that reads its
-logits from a table, and a drafter that does what a script says; both check what the loop tells them.
+The doubles need no model: a target with a table of logits, a drafter with a script; both check what the loop tells.
 """
 
 import itertools
@@ -44,13 +43,14 @@ def tiny_target(kind: Kind = "qwen3", *, seed: int = 0, vocab_size: int = 97, nu
         max_position_embeddings=256,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=kind.endswith("_tied"),
+        eos_token_id=None,
     )
     model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))  # pyright: ignore[reportUnknownMemberType]
     fill(model, seed)
+    head, gain = ("lm_head", 4.0) if not kind.endswith("_tied") else ("model.embed_tokens", 0.7)
     with torch.no_grad():  # signs: a tied head would otherwise repeat the last token for ever
         model.get_parameter("model.norm.weight")[::3] *= -1
-        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        model.get_parameter(head).mul_(4 / HIDDEN_SIZE**0.5 if config.tie_word_embeddings else 4)  # sure of its words
+        model.get_parameter(f"{head}.weight").mul_(gain)  # sure of its words
     return HFTarget(name=f"tiny {kind}", model=model.eval().requires_grad_(False), stop_ids=frozenset())
 
 

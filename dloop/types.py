@@ -115,7 +115,7 @@ class Draft:
     depth: int  # drafted nodes on the path from the anchor to the tip
     scores: list[float] = field(default_factory=list)  # one a stage
     stops: list[int] = field(default_factory=list)  # number of nodes after each stage
-    probs: list[Float[Tensor, "n V"]] = field(default_factory=list)  # one a stage, only when the drafter samples
+    probs: list[Float[Tensor, "_ V"]] = field(default_factory=list)  # one a stage, only when the drafter samples
 
     @classmethod
     def rooted(cls, anchor: int, position: int) -> "Draft":

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jaxtyping
@@ -42,6 +43,37 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@dataclass
+class Recorder:
+    """What a block drafter's two functions were given and gave, in the order of the calls."""
+
+    projected: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # states [n, D], positions [n]
+    staged: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # rows, positions, out
+
+
+@pytest.fixture
+def record(monkeypatch) -> Callable[[torch.nn.Module], Recorder]:
+    """Listen to a block model's `project` and `stage`; both still do their work."""
+
+    def listen(model: torch.nn.Module) -> Recorder:
+        log, project, stage = Recorder(), model.project, model.stage
+
+        def project_and_note(states, positions):
+            log.projected.append((states[0], positions[0]))
+            return project(states, positions)
+
+        def stage_and_note(rows, positions, *others):
+            hidden = stage(rows, positions, *others)
+            log.staged.append((rows[0], positions[0], hidden[0]))
+            return hidden
+
+        monkeypatch.setattr(model, "project", project_and_note)
+        monkeypatch.setattr(model, "stage", stage_and_note)
+        return log
+
+    return listen
 
 
 @pytest.fixture(scope="session")

@@ -2,20 +2,17 @@
 
 import dataclasses
 import logging
-import os
-import stat
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from dloop.api import Generation, Settings, Stream, start
-from dloop.chat import Growing, Message, Tokenizer, load_tokenizer, read_messages
-from dloop.cli.generate import Command
+from dloop.chat import Growing, Tokenizer, load_tokenizer
+from dloop.cli.generate import Command, Prompt
 from dloop.drafters.block import BlockDrafter
 from dloop.errors import UserError
 from dloop.load import load_drafter, load_target
@@ -23,9 +20,6 @@ from dloop.records import Answer, Json, document, dumps, looped_tokens, plain, s
 from dloop.trace import trace
 from dloop.types import Round
 
-OFFLINE = "smollm2"
-DEFAULT_PROMPT = "Write a Python function that checks whether a word is a palindrome."
-LOOP_ONLY = ("draft_model", "draft_revision", "loop_gate", "gate_sum", "max_stages", "gap_rows")
 RECORDED = ("baseline", "chat", "revision", "draft_revision")
 USELESS_ROUNDS, USELESS_LENGTH = 50, 1.05
 WIDE = 100  # columns from which a trace shows scores too
@@ -33,22 +27,14 @@ WIDE = 100  # columns from which a trace shows scores too
 logger = logging.getLogger("dloop")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """What was asked; one of the three is given."""
-
-    text: str | None = None
-    ids: tuple[int, ...] | None = None
-    messages: list[Message] | None = None
-
-
-def answer(command: Command) -> None:
-    name = drafter_name(command)
-    prompt = read_prompt(command)
+def answer(command: Command, prompt: Prompt, drafter_name: str | None) -> None:
+    hush()
     target = load_target(command.model, command.dtype, device_of(command.device), command.revision)
     tokenizer = load_tokenizer(target.folder, target.name)
     prompt_ids = encode(prompt, tokenizer, command)
-    drafter = load_drafter(name, target, command.draft_revision, command.gap_rows) if name else None
+    drafter = None
+    if drafter_name:
+        drafter = load_drafter(drafter_name, target, command.draft_revision, command.gap_rows)
     settings = Settings(**{field.name: getattr(command, field.name) for field in dataclasses.fields(Settings)})
     done = decode(start(target, drafter, prompt_ids, settings), prompt_ids, tokenizer, quiet=command.json)
     warn_if_useless(done.generation.rounds, drafter)
@@ -62,60 +48,6 @@ def answer(command: Command) -> None:
         console.print(trace(done.generation.first, done.generation.rounds, show, scores=console.width >= WIDE))
 
 
-def drafter_name(command: Command) -> str | None:
-    """The drafter to load; None is plain decoding."""
-    if command.baseline:
-        defaults = {field.name: field.default for field in dataclasses.fields(command)}
-        given = [name for name in LOOP_ONLY if getattr(command, name) != defaults[name]]
-        if given:
-            flags = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise UserError(f"{flags} means nothing with --baseline, which decodes without a drafter; leave one out")
-        return None
-    if command.draft_model is not None:
-        return command.draft_model
-    if command.model != OFFLINE:
-        raise UserError(
-            f"--model {command.model} needs --draft-model, a drafter trained for it, or --baseline for plain decoding"
-        )
-    print("dloop generate: without --draft-model, smollm2 takes its own: --draft-model demo", file=sys.stderr)
-    return "demo"
-
-
-def read_prompt(command: Command) -> Prompt:
-    """The one prompt that was given; standard input if there is none."""
-    sources = ("prompt", "prompt_file", "prompt_ids", "messages")
-    given = ["--" + name.replace("_", "-") for name in sources if getattr(command, name) is not None]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} are both prompts; give one")
-    if command.messages is not None:
-        if command.chat is False:
-            raise UserError("--messages needs the chat template; leave out --no-chat, or give --prompt")
-        return Prompt(messages=read_messages(command.messages))
-    if command.prompt_ids is not None:
-        return Prompt(ids=command.prompt_ids)
-    text = command.prompt if command.prompt is not None else read_text(command)
-    if not text.strip():
-        raise UserError("the prompt is empty; give --prompt TEXT, --prompt-file FILE, --prompt-ids or --messages")
-    return Prompt(text=text)
-
-
-def read_text(command: Command) -> str:
-    """A file or standard input, less the newline at its end that editors and echo add."""
-    path = command.prompt_file
-    if path is None and stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode):  # a terminal or /dev/null: nobody pipes
-        if command.model != OFFLINE:
-            return ""
-        print(f"dloop generate: no prompt given, taking: {DEFAULT_PROMPT}", file=sys.stderr)
-        return DEFAULT_PROMPT
-    try:
-        data = sys.stdin.buffer.read() if path in (None, Path("-")) else path.read_bytes()
-        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"the prompt in {path or 'standard input'} cannot be read ({error}); give a file in UTF-8"
-        ) from error
-
-
 def encode(prompt: Prompt, tokenizer: Tokenizer | None, command: Command) -> list[int]:
     if prompt.ids is not None:
         return list(prompt.ids)
@@ -127,6 +59,12 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, command: Command) -> lis
     if command.chat is True or (command.chat == "auto" and tokenizer.has_template):
         return tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
     return tokenizer.encode(prompt.text)
+
+
+def hush() -> None:
+    """No progress bars of transformers where standard error is piped."""
+    if not sys.stderr.isatty():
+        disable_progress_bar()
 
 
 def device_of(given: str) -> str:
@@ -197,11 +135,11 @@ def summary(done: Answer, drafter: BlockDrafter | None) -> str:
     if drafter is None:
         parts.append("plain decoding")
     elif generation.rounds:
-        counts = " ".join(f"{stages}x{count}" for stages, count in stage_counts(generation.rounds).items())
+        counts = ", ".join(f"{stages}: {count}" for stages, count in stage_counts(generation.rounds).items())
         looped = looped_tokens(generation.rounds) / len(generation.tokens)
         parts += [
             f"tau {generation.acceptance_length:.2f} (mean over {len(generation.rounds)} rounds of accepted + 1)",
-            f"stages x rounds {counts}",
+            f"rounds by stages {counts}",
             f"{looped:.0%} of the text from stages >= 2",
         ]
     return "; ".join(parts)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
-Parsed = TypeVar("Parsed", bound="DataclassInstance")
 NAMES: dict[object, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 FLAG = re.compile(r"--[A-Za-z][\w-]*(?==|$)")
 
@@ -35,9 +34,9 @@ def option(default: T, help: str, *, group: str = "options") -> T:
     return field(default=default, metadata=about)
 
 
-def required(help: str, *, group: str = "options") -> NoReturn:
-    """A field that must be given. (It takes the place of a value of any type: hence the return type.)"""
-    return field(metadata={"help": help, "group": group})  # pyright: ignore[reportGeneralTypeIssues]
+def required(help: str, *, group: str = "options") -> T:  # pyright: ignore[reportInvalidTypeVarUse]
+    """A field that must be given."""
+    return cast(T, field(metadata={"help": help, "group": group}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +47,12 @@ class Common:
     debug: bool = option(False, "show the traceback of an error", group="output")
 
 
-def parse(command: type[Parsed], prog: str, words: Sequence[str]) -> Parsed:
+def parse(command: type[T], prog: str, words: Sequence[str]) -> T:
     """Turn a command line into its dataclass. Raises UserError in one line; `--help` prints and exits."""
     parser, spelled = build(command, prog), normalise(words)
     for match in filter(None, map(FLAG.match, spelled)):
         if match[0] not in (*parser.flags, "--help"):
-            near = difflib.get_close_matches(match[0], parser.flags, n=3, cutoff=0.6)
+            near = difflib.get_close_matches(match[0], parser.flags, n=3, cutoff=0.7)
             hint = f"did you mean {' or '.join(near)}?" if near else f"see {prog} --help"
             raise UserError(f"{match[0]} is not a flag of {prog}; {hint}")
     return command(**vars(parser.parse_args(spelled)))
@@ -82,11 +81,12 @@ class Switch(argparse.Action):
         setattr(namespace, self.dest, not (option_string or "").startswith("--no-"))
 
 
-def build(command: "type[DataclassInstance]", prog: str) -> Parser:
+def build(command: type[object], prog: str) -> Parser:
     """The command's parser; what is not given keeps the dataclass's own default."""
     layout = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
     parser = Parser(prog, description=inspect.getdoc(command), allow_abbrev=False, formatter_class=layout)
-    items, usage = sorted(fields(command), key=lambda item: item.metadata["group"] == "output"), [prog]
+    everything = fields(cast("type[DataclassInstance]", command))
+    items, usage = sorted(everything, key=lambda item: item.metadata["group"] == "output"), [prog]
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(f.metadata["group"] for f in items)}
     for item in items:
         hint, kebab = get_type_hints(command)[item.name], item.name.replace("_", "-")

@@ -1,12 +1,21 @@
-"""`dloop generate`: its flags. The work is in `dloop.cli.answer`: help and typing errors load neither torch nor it."""
+"""`dloop generate`: its flags and its prompt, without torch. The decoding is in `dloop.cli.answer`."""
 
+import dataclasses
+import os
+import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dloop.chat import Message, read_messages
 from dloop.cli.args import Common, option, required
+from dloop.errors import UserError
 
 PROMPT, LOOP, SAMPLING, TREES, MODELS = "prompt (one of these)", "loop", "sampling and end", "other families", "models"
+OFFLINE = "smollm2"
+DEFAULT_PROMPT = "Write a Python function that checks whether a word is a palindrome."
+LOOP_ONLY = ("draft_model", "draft_revision", "loop_gate", "gate_sum", "max_stages", "gap_rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +82,79 @@ class Command(Common):
     trace: bool = option(False, "show every token with the stage it came from, on standard error", group="output")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What was asked; one of the three is given."""
+
+    text: str | None = None
+    ids: tuple[int, ...] | None = None
+    messages: list[Message] | None = None
+
+
 def run(command: Command) -> int | None:
+    name, prompt = drafter_name(command), read_prompt(command)
     from dloop.cli.answer import answer  # torch and transformers only from here on
 
-    return answer(command)
+    return answer(command, prompt, name)
+
+
+def drafter_name(command: Command) -> str | None:
+    """The drafter to load; None is plain decoding."""
+    if command.baseline:
+        defaults = {field.name: field.default for field in dataclasses.fields(command)}
+        given = [name for name in LOOP_ONLY if getattr(command, name) != defaults[name]]
+        if given:
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise UserError(f"{flags} means nothing with --baseline, which decodes without a drafter; leave one out")
+        return None
+    if command.draft_model is not None:
+        return command.draft_model
+    if command.model != OFFLINE:
+        raise UserError(
+            f"--model {command.model} needs --draft-model, a drafter trained for it, or --baseline for plain decoding"
+        )
+    print("dloop generate: without --draft-model, smollm2 takes its own: --draft-model demo", file=sys.stderr)
+    return "demo"
+
+
+def read_prompt(command: Command) -> Prompt:
+    """The one prompt that was given; standard input if there is none."""
+    sources = ("prompt", "prompt_file", "prompt_ids", "messages")
+    given = ["--" + name.replace("_", "-") for name in sources if getattr(command, name) is not None]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} are both prompts; give one")
+    if command.messages is not None:
+        if command.chat is False:
+            raise UserError("--messages needs the chat template; leave out --no-chat, or give --prompt")
+        return Prompt(messages=read_messages(command.messages))
+    if command.prompt_ids is not None:
+        return Prompt(ids=command.prompt_ids)
+    text = command.prompt if command.prompt is not None else read_text(command)
+    if not text.strip():
+        raise UserError("the prompt is empty; give --prompt TEXT, --prompt-file FILE, --prompt-ids or --messages")
+    return Prompt(text=text)
+
+
+def read_text(command: Command) -> str:
+    """A file or standard input, less the newline at its end that editors and echo add."""
+    path = command.prompt_file
+    if path is None and not is_piped():
+        if command.model != OFFLINE:
+            return ""
+        print(f"dloop generate: no prompt given, taking: {DEFAULT_PROMPT}", file=sys.stderr)
+        return DEFAULT_PROMPT
+    try:
+        data = sys.stdin.buffer.read() if path in (None, Path("-")) else path.read_bytes()
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"the prompt in {path or 'standard input'} cannot be read ({error}); give a file in UTF-8"
+        ) from error
+
+
+def is_piped() -> bool:
+    """Whether standard input brings a text: a terminal and /dev/null do not."""
+    try:
+        return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
+    except (OSError, ValueError, AttributeError):  # no standard input at all
+        return False

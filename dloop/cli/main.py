@@ -11,14 +11,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO, cast
+from typing import NamedTuple, Protocol, cast
 
 from dloop import __version__
 from dloop.cli.args import parse
 from dloop.errors import UserError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 
 class Entry(NamedTuple):
@@ -38,7 +35,7 @@ COMMANDS = {
 class CommandModule(Protocol):
     """What each module of the table offers."""
 
-    Command: "type[DataclassInstance]"  # its docstring and fields make the help
+    Command: type[object]  # a dataclass; its docstring and fields make the help
 
     def run(self, command: object) -> int | None:
         """Give the exit code; None is 0."""
@@ -49,7 +46,7 @@ def entry(argv: Sequence[str] | None = None) -> int:
     """Run one command line and give its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     prog = f"dloop {words[0]}" if words and words[0] in COMMANDS else "dloop"
-    set_up(sys.stdout)
+    set_up()
     try:
         code = dispatch(prog, words)
         sys.stdout.flush()  # here, where a broken pipe is still caught
@@ -112,17 +109,17 @@ def one_line(error: Exception) -> str:
     return text if isinstance(error, UserError) or len(text) <= 300 else f"{text[:300]}..."
 
 
-def set_up(stdout: TextIO) -> None:
-    """Warnings of `dloop` once each, on standard error; no progress bars of libraries where that is piped."""
+def set_up() -> None:
+    """Warnings of `dloop` once each, on standard error; no download bars where that is piped."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("dloop: %(message)s"))
     handler.addFilter(Once())
     logger = logging.getLogger("dloop")
     logger.handlers, logger.propagate = [handler], False
     if not sys.stderr.isatty():
-        for variable in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
-            os.environ.setdefault(variable, "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    stdout = sys.stdout
     if isinstance(stdout, io.TextIOWrapper) and not stdout.encoding.lower().startswith("utf"):
         stdout.reconfigure(errors="backslashreplace")  # an answer must not fail on a letter
 

@@ -1,5 +1,6 @@
 """What `dloop demo` does: the same prompts decoded plainly, by the host drafter and by the loop, in turns."""
 
+import sys
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from dloop.api import Settings, Stream, check_prompt, limits_of, sampling_of
 from dloop.chat import Tokenizer, load_tokenizer
 from dloop.cli.answer import decode as decode_stream
-from dloop.cli.answer import device_of
+from dloop.cli.answer import device_of, hush
 from dloop.cli.demo import PROMPTS, Command
 from dloop.drafters.block import BlockDrafter
 from dloop.errors import UserError
@@ -104,6 +105,7 @@ def race(command: Command) -> int:
 
     if not 1 <= command.prompts <= len(PROMPTS):
         raise UserError(f"--prompts {command.prompts}: there are {len(PROMPTS)}: {', '.join(PROMPTS)}")
+    hush()
     pair = load(command, command.dtype)
     kinds = list(PROMPTS)[: command.prompts]
     total = 3 * len(kinds) + (command.dtype != "float32")
@@ -115,7 +117,10 @@ def race(command: Command) -> int:
         print(dumps(document(pair, command, done)))
     else:
         report(Console(highlight=False), pair, command, done)
-    return 1 if done.faults(command.dtype) else 0
+    faults = done.faults(command.dtype)
+    for run in faults:
+        print(f"dloop demo: failed: {run.prompt}, {run.way}: not plain decoding's text", file=sys.stderr)
+    return 1 if faults else 0
 
 
 def load(command: Command, dtype: DTypeName) -> Pair:

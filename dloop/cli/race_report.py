@@ -1,5 +1,6 @@
 """The race of `dloop demo` told: a table, what differs and why, one answer token by token; or one JSON document."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -41,6 +42,7 @@ class Row:
     speedup: float
     stages_mean: float
     stages: dict[int, int]  # rounds by number of stages
+    round_cost: float  # time of a round in rounds of plain decoding: the acceptance length that breaks even
     second_stage_share: float  # of the text's tokens: drafted in the second or a later stage
     repetition_share: float  # of 8-grams that stood in the answer before
     same: int  # answers equal to plain decoding's
@@ -58,16 +60,17 @@ def row_of(kind: str, way: str, runs: Sequence[Run]) -> Row:
     mine = [run for run in runs if run.way == way]
     texts = [run.answer.generation for run in mine]
     rounds = [round for text in texts for round in text.rounds]
-    counts = stage_counts(rounds)
+    plain_runs = [run for run in runs if run.way == "plain"]
     return Row(
         prompt=kind,
         way=way,
         acceptance_length=mean_of([text.acceptance_length for text in texts]),
         tokens_per_s=speed(mine),
-        speedup=speed(mine) / speed([run for run in runs if run.way == "plain"]),
+        speedup=ratio(speed(mine), speed(plain_runs)),
         stages_mean=mean_of([round.stages for round in rounds]),
-        stages=counts,
-        second_stage_share=looped_tokens(rounds) / sum(len(text.tokens) for text in texts),
+        stages=stage_counts(rounds),
+        round_cost=ratio(round_s(mine), round_s(plain_runs)),
+        second_stage_share=ratio(looped_tokens(rounds), sum(len(text.tokens) for text in texts)),
         repetition_share=mean_of([repetition_share(text.tokens) for text in texts]),
         same=sum(run.difference is None for run in mine),
         answers=len(mine),
@@ -75,15 +78,24 @@ def row_of(kind: str, way: str, runs: Sequence[Run]) -> Row:
 
 
 def speed(runs: Sequence[Run]) -> float:
-    return sum(len(run.answer.generation.tokens) - 1 for run in runs) / sum(run.answer.decode_s for run in runs)
+    return ratio(sum(len(run.answer.generation.tokens) - 1 for run in runs), sum(run.answer.decode_s for run in runs))
+
+
+def round_s(runs: Sequence[Run]) -> float:
+    return ratio(sum(run.answer.decode_s for run in runs), sum(len(run.answer.generation.rounds) for run in runs))
+
+
+def ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
 
 
 def report(console: Console, pair: Pair, command: Command, done: Race) -> None:
-    console.print(heading(pair, command), soft_wrap=False)
-    console.print()
-    console.print(table_of(rows_of(done.runs), done.runs))
+    rows = rows_of(done.runs)
+    console.print(heading(pair, command))
+    console.print(table_of(rows, done.runs))
     console.print(explanation(), style="dim")
     console.print()
+    console.print(cost(rows))
     for line in verdict(pair, command, done):
         console.print(line)
     shown = most_looped(done.runs)
@@ -117,10 +129,11 @@ def table_of(rows: Sequence[Row], runs: Sequence[Run]) -> Table:
             f"{row.acceptance_length:.2f}",
             f"{row.tokens_per_s:.1f}",
             Text(f"{row.speedup:.2f}x", style),
-            "" if is_plain else f"{row.stages_mean:.1f} to {max(row.stages)}",
+            "" if is_plain else f"{row.stages_mean:.1f}, max {max(row.stages, default=0)}",
             "" if is_plain else f"{row.second_stage_share:.0%}",
             f"{row.repetition_share:.0%}",
             text_of(row, runs),
+            style="bold" if row.prompt == OVERALL else "",
             end_section=following is not None and following.prompt != row.prompt,
         )
     return table
@@ -142,6 +155,12 @@ def explanation() -> str:
         "later stage. repeats: share of 8-grams seen before in the answer (repetition flatters every drafter). "
         "text: compared with plain decoding's."
     )
+
+
+def cost(rows: Sequence[Row]) -> Text:
+    """What the drafter must give before it pays."""
+    costs = [f"{row.round_cost:.2f} ({row.way})" for row in rows if row.prompt == OVERALL and row.way != "plain"]
+    return Text(f"Break-even: a round takes as long as {' or '.join(costs)} plain tokens; a tau beyond that is gain.")
 
 
 def verdict(pair: Pair, command: Command, done: Race) -> list[Text]:

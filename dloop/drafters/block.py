@@ -80,6 +80,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Gated linear unit with SiLU."""
+
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -91,6 +93,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """Pre-norm attention over [memory ; rows], then the MLP. Memory rows get no input norm."""
+
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -167,6 +171,7 @@ class BlockModel(nn.Module):
 
 
 def rotate(x: Float[Tensor, "B H n d"], rotary: Rotary) -> Float[Tensor, "B H n d"]:
+    """Apply rotate-half RoPE."""
     first, second = x.chunk(2, -1)
     return x * rotary.cos + torch.cat([-second, first], -1) * rotary.sin
 

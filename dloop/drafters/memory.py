@@ -56,4 +56,5 @@ class SlotMemory:
 
 
 def join(first: KeyValues, second: KeyValues) -> KeyValues:
+    """The rows of one, then those of the other."""
     return KeyValues(torch.cat([first.keys, second.keys], 2), torch.cat([first.values, second.values], 2))

@@ -164,6 +164,7 @@ class HFMemory:
 
 
 def is_chain(parents: list[int]) -> bool:
+    """Whether each row follows the one before it."""
     return all(parent == row - 1 for row, parent in enumerate(parents))
 
 

@@ -2,6 +2,8 @@
 
 import csv
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -141,18 +143,20 @@ def train(
     """
     check(settings)
     optimizer, model = step_once.optimizer, step_once.objective.model
-    stream = batches(data, settings.batch_size, settings.seed, done * settings.accumulation_steps,
-                     settings.num_steps * settings.accumulation_steps)
+    parts_done, parts = done * settings.accumulation_steps, settings.num_steps * settings.accumulation_steps
+    stream = batches(data, settings.batch_size, settings.seed, parts_done, parts)
     per_epoch = steps_per_epoch(data, settings)
     log = Log(output_dir / "train.csv", done)
     saved = step = done
+    interrupt = Interrupt()
     try:
-        for step in range(done, settings.num_steps):
+        while step < settings.num_steps:
+            interrupt.check()
             rate = learning_rate(step, settings.num_steps, settings.learning_rate, settings.warmup_ratio)
             optimizer.set_rate(rate)
             seed_step(settings.seed, step)
-            parts = [next(stream).to(optimizer.rate.device) for _ in range(settings.accumulation_steps)]
-            log.add(step_once(parts, depth_at(step, settings.dloop_max_stage, settings.seed)))
+            chosen = [next(stream).to(optimizer.rate.device) for _ in range(settings.accumulation_steps)]
+            log.add(step_once(chosen, depth_at(step, settings.dloop_max_stage, settings.seed)))
             step += 1
             if step % settings.log_interval == 0 or step == settings.num_steps:
                 yield log.line(step, step // per_epoch, rate)
@@ -160,8 +164,33 @@ def train(
                 save(output_dir, Progress(step // per_epoch, step), model, optimizer, fingerprint)
                 saved = step
     finally:
+        interrupt.restore()
         if step != saved:
             save(output_dir, Progress(step // per_epoch, step), model, optimizer, fingerprint)
+
+
+class Interrupt:
+    """Ctrl-C asks for an end at the next step's boundary, where weights and step count agree; a second one insists."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.before = signal.getsignal(signal.SIGINT)
+        self.in_main_thread = threading.current_thread() is threading.main_thread()
+        if self.in_main_thread:
+            signal.signal(signal.SIGINT, self._ask)
+
+    def check(self) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+
+    def restore(self) -> None:
+        if self.in_main_thread:
+            signal.signal(signal.SIGINT, self.before)
+
+    def _ask(self, _signal: int, _frame: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
 
 
 def seed_step(seed: int, step: int) -> None:

@@ -1,0 +1,59 @@
+"""`dloop train`: its flags. The work is in `dloop.cli.training`: help and typing errors load no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dloop.cli.args import Common, option, required
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Common):
+    """Train a DSpark drafter for a target: the host's own objective, and a loop stage in the layout decoding runs.
+
+    Start from a drafter (--draft-init-path) or from the target's own layers (--draft-config-path, --init-layers).
+    Checkpoints epoch_E_step_S in --output-dir load as --draft-model. Ctrl-C saves; --resume goes on exactly there.
+    """
+
+    target_model_path: str = required("the target: smollm2, a folder or a hub id", group="models")
+    target_model_backend: Literal["hf", "sglang"] = option("hf", "hf runs the target in the trainer", group="models")
+    draft_init_path: str | None = option(None, "drafter to start from: its config and weights", group="models")
+    draft_config_path: Path | None = option(None, "config.json of a new drafter", group="models")
+    init_layers: tuple[int, ...] | None = option(
+        None, "layers of the target that a new drafter's layers copy, such as 28,29; the last ones by default", group="models"
+    )
+    train_data_path: Path = required("token file: .npz with 'flat' [tokens] and 'lens' [samples, 2]", group="data")
+    max_length: int = option(3072, "samples are cut at this many tokens", group="data")
+    output_dir: Path = required("where checkpoints and train.csv go", group="run")
+    resume: bool = option(False, "go on from the latest checkpoint in --output-dir", group="run")
+    num_epochs: int = option(1, "passes over the data", group="run")
+    max_steps: int | None = option(None, "optimiser steps; replaces --num-epochs", group="run")
+    batch_size: int = option(1, "sequences of a forward", group="run")
+    accumulation_steps: int = option(1, "forwards of an optimiser step", group="run")
+    learning_rate: float = option(6e-4, "peak rate of AdamW", group="run")
+    warmup_ratio: float = option(0.04, "share of the steps that warm up; a cosine to 0 follows", group="run")
+    max_grad_norm: float = option(1.0, "gradients are clipped to this global norm", group="run")
+    seed: int = option(42, "of the order of the data, the anchors and the depths", group="run")
+    log_interval: int = option(50, "steps between lines of the log", group="run")
+    save_interval: int = option(1000, "steps between checkpoints", group="run")
+    num_anchors: int = option(512, "most anchors of a sequence", group="objective")
+    loss_decay_gamma: float = option(4.0, "row j of a stage weighs exp(-j / gamma)", group="objective")
+    dspark_ce_loss_alpha: float = option(0.1, "weight of the cross-entropy", group="objective")
+    dspark_l1_loss_alpha: float = option(0.9, "weight of the L1 distance to the target's law", group="objective")
+    dspark_confidence_head_alpha: float = option(1.0, "weight of the confidence head's loss", group="objective")
+    dloop_max_stage: int = option(3, "loop stage k ~ U{1..K} each step; 0 is the host objective alone", group="objective")
+    dloop_loss_weight: float = option(0.25, "loss = (1 - w) host + w loop", group="objective")
+    gap_rows: Literal["producing", "position", "anchor_included"] | None = option(
+        None, "which draft states fill the gap of unverified positions; the drafter's own reading by default", group="objective"
+    )
+    dtype: Literal["bfloat16", "float32"] = option("bfloat16", "arithmetic; master weights are float32", group="speed")
+    device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one", group="speed")
+    cache_features: bool = option(False, "run the target once and keep its features in device memory", group="speed")
+    compile: bool = option(False, "compile the work on the vocabulary", group="speed")
+    cuda_graphs: bool = option(False, "replay steps as CUDA graphs", group="speed")
+
+
+def run(command: Command) -> int | None:
+    from dloop.cli.training import run as train  # torch and transformers only from here on
+
+    return train(command)

@@ -1,0 +1,170 @@
+"""A whole training run from its flags: load, build, train, report."""
+
+import hashlib
+import json
+import sys
+from dataclasses import replace
+from typing import cast
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dloop import checkpoint
+from dloop.cli.answer import hush
+from dloop.cli.train import Command
+from dloop.drafters.config import DSparkConfig, read_dspark
+from dloop.drafters.dspark import DSpark
+from dloop.errors import UserError
+from dloop.load import check_device, check_pair, load_drafter, load_target
+from dloop.targets.hf import HFTarget
+from dloop.train.batch import TokenFile
+from dloop.train.block import DSparkObjective, ObjectiveSettings
+from dloop.train.cache import cache_features
+from dloop.train.checkpoint import latest, resume
+from dloop.train.losses import DSparkWeights
+from dloop.train.optim import Optimizer
+from dloop.train.start import from_target
+from dloop.train.trainer import COLUMNS, GraphedStep, Record, Step, TrainSettings, steps_per_epoch, train
+
+
+def run(command: Command) -> int:
+    """Train; one line of progress a record on standard error, with --json one document at the end."""
+    refuse_unsupported(command)
+    hush()
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if command.device == "auto" else command.device
+    where = check_device(device)
+    data = TokenFile.read(command.train_data_path, command.max_length)
+    target = load_target(command.target_model_path, command.dtype, device)
+    model = start_model(command, target).to(where)
+    settings = settings_of(command, data)
+    optimizer = Optimizer(model.parameters(), command.max_grad_norm)
+    fingerprint = fingerprint_of(command, model.config, settings, data)
+    done = begin(command, model, optimizer, fingerprint)
+    step = build_step(command, model, target, data, optimizer)
+    records = follow(train(step, data, settings, command.output_dir, done=done, fingerprint=fingerprint), settings, done)
+    finished = latest(command.output_dir)
+    if command.json:
+        rows = [{"step": r.step, "epoch": r.epoch, "rate": r.rate, "step_ms": r.step_ms, **named(r)} for r in records]
+        print(json.dumps({"schema": 1, "checkpoint": str(finished), "steps": settings.num_steps, "records": rows}))
+    else:
+        print(finished)
+    return 0
+
+
+def refuse_unsupported(command: Command) -> None:
+    """Flags that cannot be honoured here are refused by name, before anything is loaded."""
+    if command.target_model_backend == "sglang":
+        raise UserError("--target-model-backend sglang is not offered; hf runs the target inside the trainer")
+    if (command.draft_init_path is None) == (command.draft_config_path is None):
+        raise UserError("give either --draft-init-path (a drafter to start from) or --draft-config-path (a new one)")
+    if command.cuda_graphs and command.accumulation_steps > 1:
+        raise UserError("--cuda-graphs needs --accumulation-steps 1; leave one of them out")
+    if command.max_length < 2 or command.num_anchors < 1:
+        raise UserError(f"--max-length {command.max_length} and --num-anchors {command.num_anchors} are too small")
+    if command.dloop_max_stage < 0 or not 0 <= command.dloop_loss_weight <= 1 or command.loss_decay_gamma <= 0:
+        raise UserError(
+            f"--dloop-max-stage {command.dloop_max_stage}, --dloop-loss-weight {command.dloop_loss_weight}, "
+            f"--loss-decay-gamma {command.loss_decay_gamma}: stages are >= 0, the weight lies in [0, 1], gamma is > 0"
+        )
+
+
+def start_model(command: Command, target: HFTarget) -> DSpark:
+    """Float32 master weights, from a drafter or from the target's own layers."""
+    if command.draft_init_path is not None:
+        drafter = load_drafter(command.draft_init_path, target, gap_rows=command.gap_rows)
+        return cast(DSpark, drafter.model).float().requires_grad_(True)
+    assert command.draft_config_path is not None
+    source = str(command.draft_config_path)
+    config = read_dspark(checkpoint.read_json(command.draft_config_path, "--draft-config-path"), source)
+    if command.gap_rows is not None:
+        config = replace(config, gap_rows=command.gap_rows)
+    check_pair(config, target, source)
+    last = tuple(range(target.num_layers - config.num_layers, target.num_layers))
+    return from_target(config, target, command.init_layers or last, command.seed)
+
+
+def settings_of(command: Command, data: TokenFile) -> TrainSettings:
+    settings = TrainSettings(
+        num_steps=1,
+        batch_size=command.batch_size,
+        learning_rate=command.learning_rate,
+        warmup_ratio=command.warmup_ratio,
+        accumulation_steps=command.accumulation_steps,
+        dloop_max_stage=command.dloop_max_stage,
+        seed=command.seed,
+        log_interval=command.log_interval,
+        save_interval=command.save_interval,
+    )
+    steps = command.max_steps if command.max_steps is not None else command.num_epochs * steps_per_epoch(data, settings)
+    return replace(settings, num_steps=steps)
+
+
+def build_step(
+    command: Command, model: DSpark, target: HFTarget, data: TokenFile, optimizer: Optimizer
+) -> Step | GraphedStep:
+    objective = DSparkObjective(
+        model,
+        target.vocabulary,
+        ObjectiveSettings(
+            num_anchors=command.num_anchors,
+            loss_decay_gamma=command.loss_decay_gamma,
+            dloop_loss_weight=command.dloop_loss_weight,
+            weights=DSparkWeights(
+                ce=command.dspark_ce_loss_alpha,
+                l1=command.dspark_l1_loss_alpha,
+                confidence=command.dspark_confidence_head_alpha,
+            ),
+        ),
+    )
+    if command.compile:
+        objective.row_sums = torch.compile(objective.row_sums)
+    taps = model.config.target_layer_ids
+    if command.cache_features:
+        features = cache_features(target, data, taps, max(command.batch_size, 16))
+    else:
+        features = lambda batch: target.features(batch.tokens, taps)  # noqa: E731 - two lines would say no more
+    step = Step(objective, features, optimizer)
+    if not command.cuda_graphs:
+        return step
+    if target.device.type != "cuda":
+        raise UserError(f"--cuda-graphs needs a GPU, this run is on {target.device}; leave it out")
+    return GraphedStep(step)
+
+
+def begin(command: Command, model: DSpark, optimizer: Optimizer, fingerprint: str) -> int:
+    """Steps already done: those of the checkpoint resumed from, or 0 in a folder that holds none."""
+    found = latest(command.output_dir)
+    if command.resume and found is not None:
+        return resume(found, model, optimizer, fingerprint).step
+    if found is not None:
+        raise UserError(f"{command.output_dir} already holds {found.name}; add --resume or choose another --output-dir")
+    return 0
+
+
+def fingerprint_of(command: Command, config: DSparkConfig, settings: TrainSettings, data: TokenFile) -> str:
+    """Everything that decides the numbers of a run; a resume must agree in it."""
+    objective = [getattr(command, name) for name in vars(command) if name.startswith(("dspark_", "dloop_", "loss_", "num_anc"))]
+    facts = (config, replace(settings, log_interval=1, save_interval=1), objective, command.target_model_path, command.dtype)
+    return hashlib.sha256(repr((facts, len(data), len(data.flat), data.max_length)).encode()).hexdigest()[:12]
+
+
+def follow(stream: "object", settings: TrainSettings, done: int) -> list[Record]:
+    """Show the records as they come; quiet when standard error is not a terminal, but for one line each."""
+    records: list[Record] = []
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("training", total=settings.num_steps, completed=done)
+        for record in cast("list[Record]", stream):
+            records.append(record)
+            progress.update(task, completed=record.step, description=describe(record))
+    return records
+
+
+def named(record: Record) -> dict[str, float]:
+    return dict(zip(COLUMNS, record.values, strict=True))
+
+
+def describe(record: Record) -> str:
+    return f"loss {record.values[0]:.3f}  rate {record.rate:.1e}  {record.step_ms:.0f} ms/step"

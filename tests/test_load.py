@@ -1,0 +1,504 @@
+"""Loading is strict: two layouts, every key used, and each fault is one line that says what, why and the way out."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import dloop
+from dloop.checkpoint import sha256
+from dloop.drafters.block import BlockDrafter
+from dloop.drafters.gap import READINGS
+from dloop.errors import UserError
+from dloop.load import FAMILIES
+from dloop.targets.hf import HFTarget
+from dloop.testing import KINDS, tiny_drafter, tiny_target, write_drafter, write_target
+from dloop.types import StageRequest
+
+PROMPT = [5, 9, 11, 60]
+Edit = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def target() -> HFTarget:
+    return tiny_target("qwen3", num_layers=4)
+
+
+@pytest.fixture
+def folder(target, tmp_path) -> Path:
+    """A sound drafter in SpecForge's layout."""
+    return write_drafter(tiny_drafter(target), tmp_path / "draft", "specforge")
+
+
+@pytest.fixture
+def flat(target, tmp_path) -> Path:
+    """The same in DeepSpec's."""
+    return write_drafter(tiny_drafter(target), tmp_path / "draft", "deepspec")
+
+
+@pytest.fixture
+def target_folder(target, tmp_path) -> Path:
+    return write_target(target, tmp_path / "target")
+
+
+def one_line(error: pytest.ExceptionInfo[UserError], *words: str) -> None:
+    """What every message must be: one line, about this thing, with these words."""
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, f"{word!r} is not in {message!r}"
+
+
+def rounds_of(target: HFTarget, drafter: BlockDrafter) -> list[tuple[list[int], list[float], int]]:
+    out = dloop.generate(target, drafter, PROMPT, 8, loop_gate=float("-inf"), max_stages=2)
+    return [(r.drafted, r.scores, r.accepted) for r in out.rounds]
+
+
+def alike(one: BlockDrafter, other: BlockDrafter) -> bool:
+    mine, theirs = one.model.state_dict(), other.model.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+# What loads
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", None])
+@pytest.mark.parametrize("layout", ["specforge", "deepspec"])
+def test_what_was_written_is_what_is_loaded(target, head, layout, tmp_path):
+    written = tiny_drafter(target, head=head)
+    for name, size in (("single", None), ("sharded", 20_000)):
+        where = write_drafter(written, tmp_path / name, layout, size)
+        assert len(list(where.glob("*.safetensors"))) > (1 if size else 0)
+        read = dloop.load_drafter(str(where), target)
+        assert read.family == "dspark" and read.config == written.config
+        assert alike(read, written)
+        assert torch.equal(read.vocabulary.head, target.vocabulary.head)
+        for found, expected in zip(rounds_of(target, read), rounds_of(target, written), strict=True):
+            assert found == (expected[0], pytest.approx(expected[1], abs=1e-4), expected[2])
+
+
+def test_a_drafter_s_own_vocabulary_is_kept_when_it_differs(target, flat):
+    own = load_file(flat / "model.safetensors")
+    own["lm_head.weight"] += 1
+    save_file(own, flat / "model.safetensors")
+    drafter = dloop.load_drafter(str(flat), target)
+    assert torch.equal(drafter.vocabulary.head, own["lm_head.weight"])
+    assert drafter.vocabulary.embedding.data_ptr() == target.vocabulary.embedding.data_ptr()
+
+
+def test_every_tensor_of_the_checkpoint_makes_a_difference(target, folder):
+    """A key that is loaded but never used would pass every other check."""
+
+    def answer(drafter: BlockDrafter) -> tuple[list[Tensor], float]:
+        memory = drafter.open()
+        memory.extend(0, 0, PROMPT, target.open(drafter.taps).prefill(0, PROMPT).features)
+        stages = memory.draft([StageRequest(slot=0, anchor=1, index=0)])
+        stages += memory.draft([StageRequest(slot=0, anchor=2, index=1)])
+        hidden = memory.slots[0].hidden[1]
+        _, sure = drafter.model.teacher_forced(hidden, torch.arange(len(hidden)), drafter.vocabulary)
+        return [torch.tensor(stages[1].logp), sure], stages[0].score
+
+    drafter = dloop.load_drafter(str(folder), target)
+    before = answer(drafter)
+    for key, weight in drafter.model.state_dict().items():
+        saved = weight.clone()
+        weight[..., ::2] *= 1.5
+        after = answer(drafter)
+        same = [torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True)]
+        assert not all(same), f"{key} is never used"
+        weight.copy_(saved)
+    assert answer(drafter)[1] == before[1]
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_gap_rows_come_from_the_checkpoint_unless_an_argument_overrides_them(target, reading, tmp_path):
+    where = write_drafter(tiny_drafter(target, gap_rows=reading), tmp_path, "specforge")
+    assert dloop.load_drafter(str(where), target).config.gap_rows == reading
+    for other in READINGS:
+        assert dloop.load_drafter(str(where), target, gap_rows=other).config.gap_rows == other
+    edit_config(where, lambda config: config.pop("dloop_config"))
+    assert dloop.load_drafter(str(where), target).config.gap_rows == "producing"  # released checkpoints carry none
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        {"rope_theta": 10_000.0},
+        {"rope_theta": 10_000},
+        {"rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"}},
+        {"rope_parameters": {"rope_theta": 10_000.0}},
+        {"rope_theta": 10_000.0, "rope_scaling": None},
+        {"rope_theta": 10_000.0, "rope_scaling": {"rope_type": "default"}},
+        {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"}},
+    ],
+    ids=lambda style: "+".join(style),
+)
+def test_the_rope_base_is_read_in_old_and_new_style(target, folder, style):
+    edit_config(folder, lambda config: (config.pop("rope_theta"), config.pop("rope_parameters"), config.update(style)))
+    assert dloop.load_drafter(str(folder), target).config.rope_theta == 10_000.0
+
+
+def test_remote_code_is_never_run(target, folder, target_folder, tmp_path):
+    marker = tmp_path / "ran"
+    for where in (folder, target_folder):
+        (where / "modeling.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+        names = {"AutoModel": "modeling.X", "AutoModelForCausalLM": "modeling.X", "AutoConfig": "modeling.Y"}
+        edit_config(where, lambda config, names=names: config.update(auto_map=names))
+    loaded = dloop.load_target(str(target_folder), dtype="float32")
+    dloop.load_drafter(str(folder), loaded)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shard", ["1GB", "30KB"], ids=["single", "sharded"])
+def test_targets_are_loaded_exactly(kind, shard, tmp_path):
+    written = tiny_target(kind, num_layers=3)
+    read = dloop.load_target(str(write_target(written, tmp_path, shard)), dtype="float32")
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "30KB")
+    mine, theirs = read.model.state_dict(), written.model.state_dict()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert (read.num_layers, read.hidden_size, read.vocab_size, read.context) == (3, 32, 97, 256)
+    assert read.rope_theta == 10_000.0
+    assert read.stop_ids == frozenset()
+    plain = [dloop.generate_autoregressive(t, PROMPT, 12).tokens for t in (read, written)]
+    assert plain[0] == plain[1]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [([3, 4], 5, {3, 4}), (3, None, {3}), (None, 5, {5}), (None, [5, 6], {5, 6}), (None, None, set())],
+)
+def test_stop_tokens_come_from_the_generation_config_first(target_folder, generation, config, expected):
+    (target_folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    edit_config(target_folder, lambda raw: raw.update(eos_token_id=config))
+    assert dloop.load_target(str(target_folder), dtype="float32").stop_ids == expected
+
+
+def test_the_drafter_follows_its_target_to_bfloat16(target, folder, target_folder):
+    half = dloop.load_target(str(target_folder), dtype="bfloat16")
+    drafter = dloop.load_drafter(str(folder), half)
+    assert {weight.dtype for weight in drafter.model.parameters()} == {torch.bfloat16}
+    assert len(dloop.generate(half, drafter, PROMPT, 8, loop_gate=float("-inf")).tokens) == 8
+
+
+def test_the_hash_covers_every_weight_file(target, tmp_path):
+    drafter = tiny_drafter(target)
+    whole, parts = (write_drafter(drafter, tmp_path / str(size), "specforge", size) for size in (None, 20_000))
+    assert sha256(whole) == sha256(whole) != sha256(parts)
+    before = sha256(parts)
+    shard = sorted(parts.glob("*.safetensors"))[-1]
+    tensors = {key: tensor + 1 for key, tensor in load_file(shard).items()}
+    save_file(tensors, shard)
+    assert sha256(parts) != before
+
+
+# What is refused: the config
+
+
+def edit_config(where: Path, change: Callable[[dict], object]) -> None:
+    path = where / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def top(**values: object) -> Edit:
+    """Set keys of the config; None removes."""
+
+    def change(config: dict) -> None:
+        config.update(values)
+        for key in [key for key, value in values.items() if value is None]:
+            del config[key]
+
+    return lambda where: edit_config(where, change)
+
+
+def nested(**values: object) -> Edit:
+    """Set keys inside `dflash_config`; None removes."""
+
+    def change(config: dict) -> None:
+        config["dflash_config"].update(values)
+        for key in [key for key, value in values.items() if value is None]:
+            del config["dflash_config"][key]
+
+    return lambda where: edit_config(where, change)
+
+
+def both(*edits: Edit) -> Edit:
+    return lambda where: [edit(where) for edit in edits] and None
+
+
+def replaced(name: str, content: str | bytes) -> Edit:
+    return lambda where: (
+        (where / name).write_bytes(content if isinstance(content, bytes) else content.encode()) and None
+    )
+
+
+WRONG_FAMILY = {
+    "dflash2": (top(architectures=["DFlash2DraftModel"]), ["DFlash 2"]),
+    "dflash2-conv": (nested(conv_kernel_size=4), ["DFlash 2"]),
+    "dflash2-selector": (top(selector_rank=8), ["DFlash 2"]),
+    "speculators": (top(speculators_model_type="dspark"), ["speculators format", "convert"]),
+    "speculators-layer-config": (top(transformer_layer_config={"hidden_size": 32}), ["speculators format"]),
+    "gemma4-dspark": (top(architectures=["Gemma4DSparkModel"]), ["Gemma 4"]),
+    "domino": (both(top(architectures=["DFlashDraftModel"]), nested(projector_type="domino")), ["Domino"]),
+    "domino-alias": (both(top(architectures=["DFlashDraftModel"]), nested(projector_type="causal_v5")), ["Domino"]),
+    "domino-architecture": (
+        both(top(architectures=["DominoDraftModel"]), nested(projector_type=None)),
+        ["Domino"],
+    ),
+    "dflash": (both(top(architectures=["DFlashDraftModel"]), nested(projector_type=None)), ["a DFlash drafter"]),
+    "unknown-projector": (
+        both(top(architectures=["DFlashDraftModel"]), nested(projector_type="mlp")),
+        ["'DFlashDraftModel'", "'mlp'"],
+    ),
+    "unknown-architecture": (
+        both(top(architectures=["SomethingElse"]), nested(projector_type=None)),
+        ["'SomethingElse'"],
+    ),
+    "no-architecture": (both(top(architectures=None), nested(projector_type=None)), ["(none)"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FAMILY)
+def test_other_families_are_refused_by_what_they_are(target, folder, case):
+    edit, words = WRONG_FAMILY[case]
+    edit(folder)
+    with pytest.raises(UserError) as error:
+        dloop.load_drafter(str(folder), target)
+    one_line(error, str(folder), *words, "supported families", *FAMILIES)
+
+
+def test_a_plain_model_is_no_drafter_and_a_drafter_is_no_target(target, folder, flat, target_folder):
+    with pytest.raises(UserError) as error:
+        dloop.load_drafter(str(target_folder), target)
+    one_line(error, str(target_folder), "plain Qwen3ForCausalLM", "--model", "--draft-model")
+    for where in (folder, flat):
+        with pytest.raises(UserError) as error:
+            dloop.load_target(str(where))
+        one_line(error, str(where), "is a drafter for a target of 4 layers", "--draft-model", "--model")
+
+
+WRONG_CONFIG = {
+    "vocabulary": (top(vocab_size=98), ["98", "97", "the drafter trained for this target"]),
+    "hidden-size": (top(hidden_size=64), ["hidden size 64", "32"]),
+    "target-layers": (top(num_target_layers=5), ["5 layers", "has 4"]),
+    "taps-out-of-range": (nested(target_layer_ids=[0, 9]), ["[0, 9]", "below 3"]),
+    "taps-last-layer": (nested(target_layer_ids=[0, 3]), ["[0, 3]", "below 3"]),
+    "taps-below": (nested(target_layer_ids=[-2, 1]), ["[-2, 1]"]),
+    "taps-falling": (nested(target_layer_ids=[2, 0]), ["[2, 0]", "increase"]),
+    "taps-twice": (nested(target_layer_ids=[1, 1]), ["[1, 1]", "increase"]),
+    "taps-none": (nested(target_layer_ids=[]), ["[]"]),
+    "taps-missing": (nested(target_layer_ids=None), ["'target_layer_ids'", "never guessed"]),
+    "taps-no-list": (nested(target_layer_ids="0,2"), ["target_layer_ids='0,2'", "list"]),
+    "rope-mismatch-new": (
+        top(rope_parameters={"rope_theta": 1e6, "rope_type": "default"}),
+        ["1e+06", "10000", "accepts almost nothing", "correct rope_theta"],
+    ),
+    "rope-mismatch-old": (top(rope_theta=1e6, rope_parameters=None), ["1e+06", "10000", "correct rope_theta"]),
+    "rope-missing": (top(rope_theta=None, rope_parameters=None), ["'rope_theta'", "never guessed"]),
+    "rope-missing-in-parameters": (
+        top(rope_theta=None, rope_parameters={"rope_type": "default"}),
+        ["'rope_theta'", "never guessed"],
+    ),
+    "rope-type": (top(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn"}), ["'yarn'", "supported: 'default'"]),
+    "rope-type-old": (top(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0}), ["'linear'"]),
+    "rope-no-object": (top(rope_parameters=7), ["7", "object"]),
+    "rope-no-number": (top(rope_parameters=None, rope_theta="1e4"), ["rope_theta='1e4'", "number"]),
+    "gap-rows": (top(dloop_config={"gap_rows": "future"}), ["gap_rows='future'", *READINGS]),
+    "gap-rows-no-object": (top(dloop_config="future"), ["'future'", *READINGS]),
+    "block-size-missing": (top(block_size=None), ["'block_size'", "never guessed"]),
+    "block-size-text": (top(block_size="7"), ["block_size='7'", "whole number"]),
+    "block-size-flag": (top(block_size=True), ["block_size=True", "whole number"]),
+    "block-size-zero": (top(block_size=0), ["block_size=0", "out of range"]),
+    "mask-token-missing": (nested(mask_token_id=None), ["'mask_token_id'", "never guessed"]),
+    "mask-token-outside": (nested(mask_token_id=97), ["mask_token_id=97", "out of range"]),
+    "markov-rank-missing": (nested(markov_rank=None), ["'markov_rank'"]),
+    "markov-head-type": (nested(markov_head_type="lstm"), ["'lstm'", "vanilla, gated or rnn"]),
+    "confidence-text": (nested(enable_confidence_head="yes"), ["enable_confidence_head='yes'", "true or false"]),
+    "activation": (top(hidden_act="gelu"), ["hidden_act='gelu'", "silu"]),
+    "sliding-layers": (top(layer_types=["full_attention", "sliding_attention"]), ["sliding", "full attention"]),
+    "nested-no-object": (top(dflash_config="dspark"), ["dflash_config", "object"]),
+    "invalid-json": (replaced("config.json", "{"), ["config.json", "not valid JSON"]),
+    "json-list": (replaced("config.json", "[]"), ["config.json", "JSON object"]),
+    "no-config": (lambda where: (where / "config.json").unlink(), ["config.json", "does not exist"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CONFIG)
+def test_a_config_that_does_not_fit_is_refused(target, folder, case):
+    edit, words = WRONG_CONFIG[case]
+    edit(folder)
+    with pytest.raises(UserError) as error:
+        dloop.load_drafter(str(folder), target)
+    one_line(error, str(folder), *words)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_unknown_reading_is_refused_with_the_choices(target, folder):
+    with pytest.raises(UserError) as error:
+        dloop.load_drafter(str(folder), target, gap_rows="future")
+    one_line(error, "gap_rows='future'", *READINGS)
+
+
+# What is refused: the weights
+
+
+def tensors(change: Callable[[dict[str, Tensor]], object]) -> Edit:
+    def edit(where: Path) -> None:
+        values = load_file(where / "model.safetensors")
+        change(values)
+        save_file({key: value.contiguous() for key, value in values.items()}, where / "model.safetensors")
+
+    return edit
+
+
+def poisoned(key: str, value: float) -> Edit:
+    return tensors(lambda t: t[key].view(-1)[:1].fill_(value))
+
+
+def pickled(name: str) -> Edit:
+    def edit(where: Path) -> None:
+        torch.save(load_file(where / "model.safetensors"), where / name)
+        (where / "model.safetensors").unlink()
+
+    return edit
+
+
+def truncated(where: Path) -> None:
+    content = (where / "model.safetensors").read_bytes()
+    (where / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def index(weight_map: dict[str, str] | None) -> Edit:
+    content = {} if weight_map is None else {"weight_map": weight_map}
+    return replaced("model.safetensors.index.json", json.dumps(content))
+
+
+FC, HEAD, EMBED = "fc.weight", "lm_head.weight", "embed_tokens.weight"
+WRONG_WEIGHTS = {
+    "missing": (tensors(lambda t: t.pop(FC)), ["is missing 1 tensors", FC]),
+    "unexpected": (tensors(lambda t: t.update(extra=torch.ones(2))), ["unexpected 1 tensors", "extra"]),
+    "renamed": (tensors(lambda t: t.update({"fc2.weight": t.pop(FC)})), ["is missing", FC]),
+    "prefixed": (tensors(lambda t: t.update({"draft_model." + FC: t.pop(FC)})), ["is missing", FC]),
+    "wrong-shape": (tensors(lambda t: t.update({FC: t[FC][:, :-1]})), [FC, "(32, 63)", "(32, 64)"]),
+    "transposed": (tensors(lambda t: t.update({FC: t[FC].T})), [FC, "(64, 32)", "(32, 64)"]),
+    "more-layers-than-the-config": (top(num_hidden_layers=1), ["unexpected", "layers.1."]),
+    "fewer-layers-than-the-config": (top(num_hidden_layers=3), ["missing", "layers.2."]),
+    "nan": (poisoned(FC, float("nan")), ["NaN or infinite", FC]),
+    "infinite": (poisoned("norm.weight", float("inf")), ["NaN or infinite", "norm.weight"]),
+    "integers": (tensors(lambda t: t.update({FC: t[FC].to(torch.int8)})), ["quantised", FC, "int8"]),
+    "float8": (tensors(lambda t: t.update({FC: t[FC].to(torch.float8_e4m3fn)})), ["quantised", FC, "float8"]),
+    "embedding-without-head": (tensors(lambda t: t.update({EMBED: torch.ones(97, 32)})), [EMBED, HEAD]),
+    "bin-only": (pickled("pytorch_model.bin"), ["pytorch_model.bin", "can run code", "Convert", "torch.load"]),
+    "pt-only": (pickled("weights.pt"), ["weights.pt", "Convert"]),
+    "no-weights": (lambda where: (where / "model.safetensors").unlink(), ["no model.safetensors", "complete"]),
+    "truncated": (truncated, ["model.safetensors", "cannot be read", "fetch the checkpoint again"]),
+    "garbage": (replaced("model.safetensors", b"not a tensor file"), ["cannot be read", "fetch the checkpoint again"]),
+    "absent-shard": (
+        index({FC: "model-00002-of-00002.safetensors"}),
+        ["model-00002-of-00002.safetensors", "not found", "fetch"],
+    ),
+    "index-without-a-map": (index(None), ["model.safetensors.index.json", "weight_map"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_WEIGHTS)
+def test_weights_that_do_not_fit_are_refused(target, folder, case):
+    edit, words = WRONG_WEIGHTS[case]
+    edit(folder)
+    with pytest.raises(UserError) as error:
+        dloop.load_drafter(str(folder), target)
+    one_line(error, str(folder), *words)
+
+
+WRONG_VOCABULARY = {
+    "head-missing": (tensors(lambda t: t.pop(HEAD)), [EMBED, HEAD, "fetch it again"]),
+    "head-nan": (poisoned(HEAD, float("nan")), [HEAD, "NaN or infinite"]),
+    "embedding-wrong-shape": (tensors(lambda t: t.update({EMBED: t[EMBED][:-1]})), [EMBED, "(96, 32)", "(97, 32)"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_VOCABULARY)
+def test_an_own_vocabulary_that_does_not_fit_is_refused(target, flat, case):
+    edit, words = WRONG_VOCABULARY[case]
+    edit(flat)
+    with pytest.raises(UserError) as error:
+        dloop.load_drafter(str(flat), target)
+    one_line(error, str(flat), *words)
+
+
+# What is refused: targets, names, devices
+
+NORM = "model.norm.weight"
+WRONG_TARGET = {
+    "other-architecture": (top(model_type="gpt2"), ["'gpt2'", "qwen3, qwen2, llama"]),
+    "no-type": (top(model_type=None), ["supported targets", "qwen3, qwen2, llama"]),
+    "sliding-layers": (top(layer_types=["sliding_attention"] * 4), ["sliding-window", "full-attention"]),
+    "sliding-window": (top(use_sliding_window=True), ["sliding-window", "full-attention"]),
+    "missing": (tensors(lambda t: t.pop(NORM)), ["missing 1 tensors", NORM]),
+    "unexpected": (tensors(lambda t: t.update({"model.extra": torch.ones(2)})), ["unexpected", "model.extra"]),
+    "wrong-shape": (tensors(lambda t: t.update({NORM: t[NORM][:-1]})), ["wrongly shaped", NORM]),
+    "bin-only": (pickled("pytorch_model.bin"), ["pytorch_model.bin", "can run code", "Convert"]),
+    "no-weights": (lambda where: (where / "model.safetensors").unlink(), ["no model.safetensors"]),
+    "truncated": (truncated, ["safetensors"]),
+    "garbage": (replaced("model.safetensors", b"not a tensor file"), ["safetensors"]),
+    "absent-shard": (index({NORM: "model-00009-of-00009.safetensors"}), ["model-00009-of-00009.safetensors"]),
+    "index-without-a-map": (index(None), ["model.safetensors.index.json", "weight_map"]),
+    "no-config": (lambda where: (where / "config.json").unlink(), ["config.json", "does not exist"]),
+    "invalid-json": (replaced("config.json", "{"), ["config.json", "not valid JSON"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TARGET)
+def test_a_target_that_cannot_be_decoded_exactly_is_refused(target_folder, case):
+    edit, words = WRONG_TARGET[case]
+    edit(target_folder)
+    with pytest.raises(UserError) as error:
+        dloop.load_target(str(target_folder), dtype="float32")
+    one_line(error, str(target_folder), *words)
+
+
+def test_a_target_with_nan_weights_is_refused_before_it_says_anything(target_folder):
+    poisoned(NORM, float("nan"))(target_folder)
+    with pytest.raises(UserError) as error:
+        broken = dloop.load_target(str(target_folder), dtype="float32")
+        dloop.generate_autoregressive(broken, PROMPT, 4)
+    one_line(error, str(target_folder), "NaN")
+
+
+def test_names_that_lead_nowhere_are_refused_without_a_network(target, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "file").write_text("")
+    for name, words in {
+        str(tmp_path / "nowhere"): ["neither a folder", "owner/name"],
+        "a/b/c": ["neither a folder", "owner/name"],
+        "./x": ["neither a folder", "owner/name"],
+        str(tmp_path / "file"): ["is a file", "config.json"],
+        "nobody/nothing-here": ["could not be fetched", "local folder"],
+    }.items():
+        with pytest.raises(UserError) as error:
+            dloop.load_target(name)
+        one_line(error, repr(name), "--model", *words)
+        with pytest.raises(UserError) as error:
+            dloop.load_drafter(name, target)
+        one_line(error, repr(name), "--draft-model", *words)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_unknown_devices_and_types_are_refused(target_folder):
+    for arguments, words in (
+        ({"dtype": "float16"}, ["dtype='float16'", "float32, bfloat16"]),
+        ({"device": "tpu9x"}, ["device='tpu9x'", "cpu or cuda"]),
+    ):
+        with pytest.raises(UserError) as error:
+            dloop.load_target(str(target_folder), **arguments)
+        one_line(error, *words)
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError) as error:
+            dloop.load_target(str(target_folder), device="cuda")
+        one_line(error, "device='cuda'", "NVIDIA GPU", "--device cpu")

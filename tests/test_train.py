@@ -1,0 +1,319 @@
+"""Training computes what decoding does, resumes exactly, and its replay predicts real decoding."""
+
+import json
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import dloop
+from dloop.cli.main import entry
+from dloop.drafters.gap import READINGS
+from dloop.errors import UserError
+from dloop.load import load_drafter
+from dloop.testing import good_drafter, tiny_drafter, tiny_target, write_drafter, write_target
+from dloop.train.anchors import Anchors, sample_anchors
+from dloop.train.batch import TokenFile, batches, plan_epoch
+from dloop.train.block import DSparkObjective, ObjectiveSettings
+from dloop.train.cache import cache_features
+from dloop.train.checkpoint import latest
+from dloop.train.losses import decay_weights
+from dloop.train.optim import Optimizer, learning_rate
+from dloop.train.packed import PackedStages
+from dloop.train.replay import total, trace, walk
+from dloop.train.start import from_target
+from dloop.train.trainer import Step, TrainSettings, depth_at, train
+from dloop.types import Features, StageRequest
+
+
+def token_file(path, target, samples=12, seed=0):
+    """A token file of random texts with prompts of 4 to 8 tokens."""
+    rng = np.random.default_rng(seed)
+    lens = np.stack([rng.integers(4, 9, samples), rng.integers(12, 30, samples)], 1)
+    np.savez(path, flat=rng.integers(3, target.vocab_size, lens.sum()).astype(np.uint16), lens=lens.astype(np.uint16))
+    return path
+
+
+@pytest.fixture
+def pair():
+    target = tiny_target("llama", seed=3)
+    return target, tiny_drafter(target)
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_packed_training_stages_are_the_deployed_stages_in_float64(reading):
+    target = tiny_target("qwen3", seed=1)
+    target.model.double()
+    drafter = tiny_drafter(target)
+    model = drafter.model.double()
+    model.config = replace(model.config, gap_rows=reading)
+    drafter = replace(drafter, vocabulary=target.vocabulary)
+    k = model.config.stage_len
+    tokens = torch.randint(3, target.vocab_size, (2, 30 + 4 * k))
+    features = target.features(tokens, drafter.taps)
+    starts = torch.tensor([[6, 9, 20], [8, 9, 30]])
+    packed = PackedStages.begin(
+        model, drafter.vocabulary, tokens, features.taps, Anchors(starts, torch.ones(2, 3, dtype=torch.bool))
+    )
+    hidden = [packed.forward() for _ in range(4)]
+    for row in range(2):
+        for chain in range(3):
+            memory = drafter.open()
+            a = int(starts[row, chain])
+            seen = Features(taps=features.taps[row, :a], last=features.last[row, :a])
+            memory.extend(0, 0, tokens[row, :a].tolist(), seen)
+            for index in range(4):
+                anchor = int(tokens[row, a + index * k])
+                memory.draft([StageRequest(slot=0, anchor=anchor, index=index)])
+                worst = (memory.slots[0].hidden[index] - hidden[index][row, chain]).abs().max()
+                assert worst < 1e-9, f"stage {index}, chain {chain}: {worst}"
+
+
+def test_nothing_after_an_anchor_or_of_another_anchor_is_seen(pair):
+    target, drafter = pair
+    tokens = torch.randint(3, target.vocab_size, (1, 40))
+    features = target.features(tokens, drafter.taps)
+    keep = torch.ones(1, 2, dtype=torch.bool)
+
+    def first_stage(starts, taps):
+        anchors = Anchors(torch.tensor([starts]), keep)
+        return PackedStages.begin(drafter.model, drafter.vocabulary, tokens, taps, anchors).forward()[0]
+
+    changed = features.taps.clone()
+    changed[:, 10:] += 1.0
+    assert torch.equal(first_stage([10, 20], features.taps)[0], first_stage([10, 20], changed)[0])
+    assert not torch.allclose(first_stage([10, 20], features.taps)[1], first_stage([10, 20], changed)[1])
+    assert torch.allclose(first_stage([10, 20], features.taps)[0], first_stage([10, 31], features.taps)[0], atol=1e-6)
+
+
+def test_gradients_flow_through_the_gap_rows(pair):
+    target, drafter = pair
+    drafter.model.requires_grad_(True)
+    tokens = torch.randint(3, target.vocab_size, (1, 40))
+    anchors = Anchors(torch.tensor([[10]]), torch.ones(1, 1, dtype=torch.bool))
+    features = target.features(tokens, drafter.taps)
+    stages = PackedStages.begin(drafter.model, drafter.vocabulary, tokens, features.taps, anchors)
+    first, second = stages.forward(), stages.forward()
+    (gradient,) = torch.autograd.grad(second.sum(), first)
+    assert gradient[0, 0, :-1].abs().min() > 0  # the states that produced a+1 .. a+k-1
+    assert gradient[0, 0, -1].abs().max() == 0  # the one that produced the new anchor
+
+
+def test_anchors_have_a_labelled_successor_and_fresh_draws_differ():
+    mask = torch.zeros(2, 30, dtype=torch.bool)
+    mask[0, 5:9] = mask[0, 12] = mask[1, 3:29] = True
+    anchors = sample_anchors(mask, 8)
+    assert anchors.positions[0][anchors.keep[0]].tolist() == [5, 6, 7]
+    assert anchors.keep[1].all() and (anchors.positions[1].diff() > 0).all()
+    draws = {tuple(sample_anchors(mask, 8).positions[1].tolist()) for _ in range(10)}
+    assert len(draws) > 1
+
+
+def test_more_anchor_slots_than_positions_are_not_kept():
+    mask = torch.ones(1, 5, dtype=torch.bool)
+    anchors = sample_anchors(mask, 9)
+    assert anchors.keep.sum() == 4 and anchors.positions[0][anchors.keep[0]].tolist() == [0, 1, 2, 3]
+
+
+def test_decay_stops_at_the_first_unlabelled_row_only_with_prefix():
+    labelled = torch.tensor([True, False, True])
+    assert decay_weights(labelled, None, prefix=True).tolist() == [1, 0, 0]
+    assert decay_weights(labelled, None, prefix=False).tolist() == [1, 0, 1]
+    assert decay_weights(labelled, 2.0, prefix=False)[2] == pytest.approx(np.exp(-1.0))
+
+
+def test_a_step_without_any_label_is_finite(pair):
+    target, drafter = pair
+    objective = DSparkObjective(drafter.model.requires_grad_(True), drafter.vocabulary, ObjectiveSettings(num_anchors=4))
+    data = TokenFile(np.arange(3, 23), np.array([[20, 0]]), np.array([0]), 64)
+    batch = data.collate(np.array([0]))
+    loss = objective(batch, target.features(batch.tokens, drafter.taps), 2)
+    loss.total.backward()
+    assert loss.total == 0
+    assert all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in drafter.model.parameters())
+
+
+def test_epoch_plan_is_a_function_of_seed_and_epoch_and_uses_each_sample_once():
+    lengths = np.random.default_rng(0).integers(5, 90, 100)
+    plan = plan_epoch(lengths, 8, seed=1, epoch=0)
+    used = np.concatenate(plan)
+    assert len(used) == len(set(used.tolist())) == 96
+    assert all((a == b).all() for a, b in zip(plan, plan_epoch(lengths, 8, seed=1, epoch=0), strict=True))
+    assert any((a != b).any() for a, b in zip(plan, plan_epoch(lengths, 8, seed=1, epoch=1), strict=True))
+
+
+def test_batches_can_start_at_any_step(tmp_path, pair):
+    data = TokenFile.read(token_file(tmp_path / "t.npz", pair[0]), 64)
+    whole = list(batches(data, 4, 0, 0, 7))
+    late = list(batches(data, 4, 0, 5, 7))
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(whole[5:], late, strict=True))
+
+
+def test_learning_rate_warms_up_and_ends_near_zero():
+    rates = [learning_rate(step, 100, 1.0, 0.1) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) and max(rates) == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] < 0.001
+
+
+def test_depths_are_drawn_from_one_to_the_cap_and_only_depend_on_the_step():
+    depths = [depth_at(step, 3, 42) for step in range(200)]
+    assert set(depths) == {1, 2, 3} and depths == [depth_at(step, 3, 42) for step in range(200)]
+    assert {depth_at(step, 0, 42) for step in range(20)} == {0}
+
+
+def test_cached_features_are_the_features(tmp_path, pair):
+    target, drafter = pair
+    data = TokenFile.read(token_file(tmp_path / "t.npz", target), 64)
+    cached = cache_features(target, data, drafter.taps, 3)
+    batch = data.collate(np.array([7, 2, 9]))
+    fresh, found = target.features(batch.tokens, drafter.taps), cached(batch)
+    for row, length in enumerate(batch.lengths.tolist()):
+        assert torch.allclose(fresh.taps[row, :length], found.taps[row, :length], atol=1e-5)
+        assert torch.allclose(fresh.last[row, :length], found.last[row, :length], atol=1e-5)
+
+
+def test_a_new_drafter_starts_with_the_targets_layers(pair):
+    target, drafter = pair
+    model = from_target(drafter.config, target, tuple(range(drafter.config.num_layers)), seed=0)
+    theirs = target.backbone.layers[0].self_attn.q_proj.weight
+    assert torch.equal(model.layers[0].self_attn.q_proj.weight, theirs)
+    assert model.markov_head.markov_w2.weight.abs().max() == 0
+    with pytest.raises(UserError, match="must name"):
+        from_target(drafter.config, target, (99,) * drafter.config.num_layers, seed=0)
+
+
+def run_steps(pair, data, folder, num_steps, done=0, stop_after=None):
+    """Train in a fresh copy of the pair's drafter; give the losses and the final weights."""
+    target, drafter = pair
+    model = tiny_drafter(target).model.requires_grad_(True)
+    objective = DSparkObjective(model, target.vocabulary, ObjectiveSettings(num_anchors=6))
+    optimizer = Optimizer(model.parameters(), 1.0)
+    if done:
+        from dloop.train.checkpoint import resume
+
+        assert resume(latest(folder), model, optimizer, "same").step == done
+    step = Step(objective, lambda batch: target.features(batch.tokens, drafter.taps), optimizer)
+    settings = TrainSettings(num_steps=num_steps, batch_size=4, learning_rate=1e-2, log_interval=1, save_interval=1000)
+    losses = []
+    stream = train(step, data, settings, folder, done=done, fingerprint="same")
+    for record in stream:
+        losses.append(record.values)
+        if record.step == stop_after:
+            stream.close()
+            break
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_resume_gives_the_same_losses_bit_for_bit(tmp_path, pair):
+    data = TokenFile.read(token_file(tmp_path / "t.npz", pair[0]), 64)
+    straight, weights = run_steps(pair, data, tmp_path / "a", 8)
+    before, _ = run_steps(pair, data, tmp_path / "b", 8, stop_after=5)
+    after, resumed = run_steps(pair, data, tmp_path / "b", 8, done=5)
+    assert before + after == straight
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+    assert straight[-1][0] < straight[0][0]
+
+
+def test_every_parameter_learns(tmp_path, pair):
+    data = TokenFile.read(token_file(tmp_path / "t.npz", pair[0]), 64)
+    before = tiny_drafter(pair[0]).model.state_dict()
+    _, after = run_steps(pair, data, tmp_path / "a", 3)
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+
+
+def test_an_interrupt_saves_at_a_step_and_restores_the_handler(tmp_path, pair):
+    target, drafter = pair
+    data = TokenFile.read(token_file(tmp_path / "t.npz", target), 64)
+    objective = DSparkObjective(drafter.model.requires_grad_(True), target.vocabulary, ObjectiveSettings(num_anchors=4))
+    optimizer = Optimizer(drafter.model.parameters(), 1.0)
+    step = Step(objective, lambda batch: target.features(batch.tokens, drafter.taps), optimizer)
+    before = signal.getsignal(signal.SIGINT)
+    stream = train(step, data, TrainSettings(num_steps=50, batch_size=4, log_interval=1), tmp_path)
+    next(stream)
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert latest(tmp_path).name == "epoch_0_step_1"
+
+
+def test_replay_predicts_real_decoding_at_every_gate():
+    target = tiny_target("qwen3", seed=5)
+    prompt = [5, 9, 3, 11, 7]
+    answer = dloop.generate_autoregressive(target, prompt, max_new_tokens=80, stop_token_ids=[]).tokens
+    drafter = good_drafter(target, [prompt + answer])
+    found = trace(drafter.model, drafter.vocabulary, target, prompt, answer, num_stages=4)
+    scores = sorted(found.score[:, 0].tolist())
+    gates = [1.0, float("-inf"), scores[len(scores) // 3], scores[2 * len(scores) // 3]]
+    for gate in gates:
+        rounds = dloop.generate(
+            target, drafter, prompt, max_new_tokens=80, stop_token_ids=[], loop_gate=gate, max_stages=4
+        ).rounds
+        walked = walk(found, gate)
+        whole = rounds[:-1]  # the last round may draft beyond the text, where replay has nothing to compare with
+        assert walked.rounds == len(rounds)
+        assert walked.looped >= sum(max(0, r.accepted - drafter.config.stage_len) for r in whole)
+        assert walked.tokens >= len(answer) - 1
+    assert walk(found, None).rounds <= min(walk(found, gate).rounds for gate in gates)
+    assert total([walk(found, 1.0)] * 2).rounds == 2 * walk(found, 1.0).rounds
+
+
+@pytest.fixture
+def folders(tmp_path, pair):
+    target, drafter = pair
+    write_target(target, tmp_path / "target")
+    write_drafter(drafter, tmp_path / "drafter", "specforge")
+    token_file(tmp_path / "tokens.npz", target)
+    return tmp_path
+
+
+def command(folders, *more):
+    return [
+        "train", "--target-model-path", str(folders / "target"), "--draft-init-path", str(folders / "drafter"),
+        "--train-data-path", str(folders / "tokens.npz"), "--output-dir", str(folders / "out"), "--max-steps", "3",
+        "--batch-size", "4", "--num-anchors", "4", "--log-interval", "1", "--dtype", "float32", "--device", "cpu", *more,
+    ]  # fmt: skip
+
+
+def test_the_command_trains_and_its_checkpoint_is_a_drafter(folders, capsys, pair):
+    assert entry(command(folders, "--json")) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done["steps"] == 3 and len(done["records"]) == 3
+    drafter = load_drafter(done["checkpoint"], pair[0])
+    assert drafter.config == pair[1].config
+    assert (folders / "out" / "train.csv").read_text().count("\n") == 4
+
+
+def test_the_command_starts_a_new_drafter_from_the_targets_layers(folders, capsys):
+    words = command(folders, "--draft-config-path", str(folders / "drafter" / "config.json"), "--dloop-max-stage", "0")
+    at = words.index("--draft-init-path")
+    assert entry(words[:at] + words[at + 2 :]) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (["--target-model-backend", "sglang"], "sglang"),
+        (["--draft-config-path", "x.json"], "either"),
+        (["--cuda-graphs"], "--cuda-graphs"),
+        (["--train-data-path", "absent.npz"], "absent.npz"),
+        (["--batch-size", "400"], "400"),
+        (["--dloop-loss-weight", "2"], "weight"),
+        (["--max-steps", "0"], "num_steps=0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_faulty_commands_end_in_one_line(folders, capsys, more, part):
+    assert entry(command(folders, *more)) == 2
+    line = capsys.readouterr().err.strip()
+    assert part in line and "\n" not in line
+
+
+def test_a_second_run_into_the_same_folder_is_refused_unless_resumed(folders, capsys):
+    assert entry(command(folders)) == 0
+    assert entry(command(folders)) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert entry(command(folders, "--resume", "--learning-rate", "1")) == 2
+    assert entry(command(folders, "--resume")) == 0
