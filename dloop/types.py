@@ -1,7 +1,7 @@
 """What flows through the loop: rows, features, stages, drafts, rounds. Nothing here computes with a model.
 
-Letters used everywhere: n rows of one forward, k tokens of one stage, D hidden size, V vocabulary, F width of the tapped
-features. Token ids, positions and indices are host integers; tensors stay on the device they were computed on.
+Letters used everywhere: n rows of one forward, k tokens of one stage, D hidden size, V vocabulary, F width of
+the tapped features. Token ids, positions and indices are host integers; tensors stay on the device they were computed on.
 """
 
 from collections.abc import Sequence
@@ -113,9 +113,9 @@ class Draft:
     logp: list[float]
     tip: int  # the node a further stage starts from
     depth: int  # drafted nodes on the path from the anchor to the tip
-    scores: list[float] = field(default_factory=list)  # one a stage
-    stops: list[int] = field(default_factory=list)  # number of nodes after each stage
-    probs: list[Float[Tensor, "_ V"]] = field(default_factory=list)  # one a stage, only when the drafter samples
+    scores: list[float] = field(default_factory=list[float])  # one a stage
+    stops: list[int] = field(default_factory=list[int])  # number of nodes after each stage
+    probs: list[Float[Tensor, "_ V"]] = field(default_factory=list[Tensor])  # one a stage, only when the drafter samples
 
     @classmethod
     def rooted(cls, anchor: int, position: int) -> "Draft":

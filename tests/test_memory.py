@@ -341,6 +341,24 @@ def test_further_stages_stand_on_a_tail_that_the_next_round_drops(qwen3):
     assert again == first
 
 
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", None])
+def test_a_stage_drafted_step_by_step_is_the_whole_block_with_known_tokens(qwen3, head):
+    """Decoding corrects row by row, training all rows at once: the same logits, so each token is their argmax."""
+    drafter = tiny_drafter(qwen3, head=head)
+    memory = drafter.open()
+    memory.extend(0, 0, PROMPT, qwen3.open(drafter.taps).prefill(0, PROMPT).features)
+    anchor = 1
+    for index in range(3):
+        stage = memory.draft([StageRequest(slot=0, anchor=anchor, index=index)])[0]
+        previous = torch.tensor([anchor, *stage.tokens[:-1]])  # heads restart at each stage's own anchor
+        logits, _ = drafter.model.teacher_forced(memory.slots[0].hidden[index], previous, drafter.vocabulary)
+        logp = logits.log_softmax(-1)
+        assert stage.tokens == logits.argmax(-1).tolist()
+        assert stage.logp == pytest.approx(logp.max(-1).values.tolist(), abs=1e-5)
+        assert stage.score == pytest.approx(sum(stage.logp), abs=1e-6)
+        anchor = stage.tokens[-1]
+
+
 # The store underneath
 
 

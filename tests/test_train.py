@@ -126,7 +126,9 @@ def test_decay_stops_at_the_first_unlabelled_row_only_with_prefix():
 
 def test_a_step_without_any_label_is_finite(pair):
     target, drafter = pair
-    objective = DSparkObjective(drafter.model.requires_grad_(True), drafter.vocabulary, ObjectiveSettings(num_anchors=4))
+    objective = DSparkObjective(
+        drafter.model.requires_grad_(True), drafter.vocabulary, ObjectiveSettings(num_anchors=4)
+    )
     data = TokenFile(np.arange(3, 23), np.array([[20, 0]]), np.array([0]), 64)
     batch = data.collate(np.array([0]))
     loss = objective(batch, target.features(batch.tokens, drafter.taps), 2)

@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -26,6 +27,7 @@ from dloop.types import Draft, Verdict
 
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.25}  # largest gap of logits that rounding can turn over
 WARM_UP_TOKENS = 8
+THREAD_TEST_TOKENS = 5
 CONTROL_TOKENS = 48
 
 
@@ -144,6 +146,7 @@ def run_all(pair: Pair, command: Command, kinds: list[str], progress: Progress) 
     """Every prompt every way; the order of the ways turns, so that none always comes first."""
     plain, host = Way("plain", None), Way("host", pair.drafter)
     ways = [plain, host, Way("loop", pair.drafter, command.loop_gate)]
+    choose_threads(pair, kinds[0])
     for way in ways:
         decode_one(pair, way, kinds[0], WARM_UP_TOKENS)
     runs: list[Run] = []
@@ -155,6 +158,18 @@ def run_all(pair: Pair, command: Command, kinds: list[str], progress: Progress) 
             progress.advance(progress.task_ids[0])
         runs += [compare(kind, way.name, done["plain"], done[way.name]) for way in ways]
     return runs
+
+
+def choose_threads(pair: Pair, kind: str) -> None:
+    """On a busy processor threads wait for one another, and one alone can be several times faster: measure."""
+    many = torch.get_num_threads()
+    if pair.target.device.type != "cpu" or many == 1:
+        return
+    times: dict[int, float] = {}
+    for threads in (many, 1, many, 1):  # the first of each also warms up
+        torch.set_num_threads(threads)
+        times[threads] = decode_one(pair, Way("plain", None), kind, THREAD_TEST_TOKENS).answer.decode_s
+    torch.set_num_threads(min(times, key=times.__getitem__))
 
 
 def float32_control(command: Command, kind: str, progress: Progress) -> Run:

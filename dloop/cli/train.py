@@ -20,7 +20,9 @@ class Command(Common):
     draft_init_path: str | None = option(None, "drafter to start from: its config and weights", group="models")
     draft_config_path: Path | None = option(None, "config.json of a new drafter", group="models")
     init_layers: tuple[int, ...] | None = option(
-        None, "layers of the target that a new drafter's layers copy, such as 28,29; the last ones by default", group="models"
+        None,
+        "layers of the target that a new drafter's layers copy, such as 28,29; the last ones by default",
+        group="models",
     )
     train_data_path: Path = required("token file: .npz with 'flat' [tokens] and 'lens' [samples, 2]", group="data")
     max_length: int = option(3072, "samples are cut at this many tokens", group="data")
@@ -41,10 +43,14 @@ class Command(Common):
     dspark_ce_loss_alpha: float = option(0.1, "weight of the cross-entropy", group="objective")
     dspark_l1_loss_alpha: float = option(0.9, "weight of the L1 distance to the target's law", group="objective")
     dspark_confidence_head_alpha: float = option(1.0, "weight of the confidence head's loss", group="objective")
-    dloop_max_stage: int = option(3, "loop stage k ~ U{1..K} each step; 0 is the host objective alone", group="objective")
+    dloop_max_stage: int = option(
+        3, "loop stage k ~ U{1..K} each step; 0 is the host objective alone", group="objective"
+    )
     dloop_loss_weight: float = option(0.25, "loss = (1 - w) host + w loop", group="objective")
     gap_rows: Literal["producing", "position", "anchor_included"] | None = option(
-        None, "which draft states fill the gap of unverified positions; the drafter's own reading by default", group="objective"
+        None,
+        "which draft states fill the gap of unverified positions; the drafter's own reading by default",
+        group="objective",
     )
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "arithmetic; master weights are float32", group="speed")
     device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one", group="speed")

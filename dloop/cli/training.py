@@ -3,7 +3,9 @@
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -17,8 +19,8 @@ from dloop.drafters.config import DSparkConfig, read_dspark
 from dloop.drafters.dspark import DSpark
 from dloop.errors import UserError
 from dloop.load import check_device, check_pair, load_drafter, load_target
-from dloop.targets.hf import HFTarget
-from dloop.train.batch import TokenFile
+from dloop.targets.hf import BatchFeatures, HFTarget
+from dloop.train.batch import TokenFile, TrainBatch
 from dloop.train.block import DSparkObjective, ObjectiveSettings
 from dloop.train.cache import cache_features
 from dloop.train.checkpoint import latest, resume
@@ -42,7 +44,9 @@ def run(command: Command) -> int:
     fingerprint = fingerprint_of(command, model.config, settings, data)
     done = begin(command, model, optimizer, fingerprint)
     step = build_step(command, model, target, data, optimizer)
-    records = follow(train(step, data, settings, command.output_dir, done=done, fingerprint=fingerprint), settings, done)
+    records = follow(
+        train(step, data, settings, command.output_dir, done=done, fingerprint=fingerprint), settings, done
+    )
     finished = latest(command.output_dir)
     if command.json:
         rows = [{"step": r.step, "epoch": r.epoch, "rate": r.rate, "step_ms": r.step_ms, **named(r)} for r in records]
@@ -123,13 +127,17 @@ def build_step(
     if command.cache_features:
         features = cache_features(target, data, taps, max(command.batch_size, 16))
     else:
-        features = lambda batch: target.features(batch.tokens, taps)  # noqa: E731 - two lines would say no more
+        features = partial(features_of, target, taps)
     step = Step(objective, features, optimizer)
     if not command.cuda_graphs:
         return step
     if target.device.type != "cuda":
         raise UserError(f"--cuda-graphs needs a GPU, this run is on {target.device}; leave it out")
     return GraphedStep(step)
+
+
+def features_of(target: HFTarget, taps: tuple[int, ...], batch: TrainBatch) -> BatchFeatures:
+    return target.features(batch.tokens, taps)
 
 
 def begin(command: Command, model: DSpark, optimizer: Optimizer, fingerprint: str) -> int:
@@ -144,19 +152,32 @@ def begin(command: Command, model: DSpark, optimizer: Optimizer, fingerprint: st
 
 def fingerprint_of(command: Command, config: DSparkConfig, settings: TrainSettings, data: TokenFile) -> str:
     """Everything that decides the numbers of a run; a resume must agree in it."""
-    objective = [getattr(command, name) for name in vars(command) if name.startswith(("dspark_", "dloop_", "loss_", "num_anc"))]
-    facts = (config, replace(settings, log_interval=1, save_interval=1), objective, command.target_model_path, command.dtype)
+    objective = [
+        getattr(command, name) for name in vars(command) if name.startswith(("dspark_", "dloop_", "loss_", "num_anc"))
+    ]
+    facts = (
+        config,
+        replace(settings, log_interval=1, save_interval=1),
+        objective,
+        command.target_model_path,
+        command.dtype,
+    )
     return hashlib.sha256(repr((facts, len(data), len(data.flat), data.max_length)).encode()).hexdigest()[:12]
 
 
-def follow(stream: "object", settings: TrainSettings, done: int) -> list[Record]:
+def follow(stream: Iterator[Record], settings: TrainSettings, done: int) -> list[Record]:
     """Show the records as they come; quiet when standard error is not a terminal, but for one line each."""
     records: list[Record] = []
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("training", total=settings.num_steps, completed=done)
-        for record in cast("list[Record]", stream):
+        for record in stream:
             records.append(record)
             progress.update(task, completed=record.step, description=describe(record))
     return records

@@ -71,6 +71,8 @@ class ConfidenceHead(nn.Module):
 class DSpark(BlockModel):
     """The DSpark drafter; row j predicts the token at a+j+1, so a stage of B rows gives B tokens."""
 
+    config: DSparkConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
         self.markov_head = MarkovHead(config) if config.markov_rank else None

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -63,13 +63,13 @@ class HFTarget:
 
     @property
     def backbone(self) -> nn.Module:
-        return cast(nn.Module, self.model.base_model)
+        return self.model.base_model
 
     @property
     def vocabulary(self) -> Vocabulary:
         embedding = self.model.get_input_embeddings().weight
-        head = self.model.get_output_embeddings().weight
-        return Vocabulary(embedding=cast(Tensor, embedding), head=cast(Tensor, head))
+        head = cast(nn.Linear, self.model.get_output_embeddings()).weight
+        return Vocabulary(embedding=cast(Tensor, embedding), head=head)
 
     def open(self, taps: tuple[int, ...] = ()) -> "HFMemory":
         """Fresh memory; the features hold the raw outputs of the decoder layers `taps`, in this order."""
@@ -163,6 +163,13 @@ class HFMemory:
         return mask.to(self.target.device)[None, None]
 
 
+class KeyValueLayer(Protocol):
+    """What transformers stores for one attention layer of one sequence."""
+
+    keys: Float[Tensor, "1 H n d"]
+    values: Float[Tensor, "1 H n d"]
+
+
 def is_chain(parents: list[int]) -> bool:
     """Whether each row follows the one before it."""
     return all(parent == row - 1 for row, parent in enumerate(parents))
@@ -174,8 +181,8 @@ def shorten(cache: DynamicCache, base: int, path: list[int]) -> None:
     Works on the layers' tensors: the meaning of `DynamicCache.crop` changed between transformers releases.
     """
     prefix = path == list(range(len(path)))
-    for layer in cache.layers:
-        keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
+    for layer in cast(list[KeyValueLayer], cache.layers):
+        keys, values = layer.keys, layer.values
         if prefix:
             layer.keys, layer.values = keys[..., : base + len(path), :], values[..., : base + len(path), :]
         else:

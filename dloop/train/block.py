@@ -56,9 +56,7 @@ class DSparkObjective(nn.Module):
         self.vocabulary = vocabulary
         self.settings = settings
 
-    def forward(
-        self, batch: TrainBatch, features: BatchFeatures, depth: int, anchors: Anchors | None = None
-    ) -> Loss:
+    def forward(self, batch: TrainBatch, features: BatchFeatures, depth: int, anchors: Anchors | None = None) -> Loss:
         """`depth` 0 is the host objective alone; k > 0 adds the loop stage k. Middle stages hand on hidden states."""
         if anchors is None:
             anchors = sample_anchors(batch.loss_mask, self.settings.num_anchors)
@@ -66,9 +64,9 @@ class DSparkObjective(nn.Module):
         host = self.stage_sums(stages.forward(), 0, stages, batch, features)
         if depth == 0:
             return Loss(host.mean(self.settings.weights), host, None)
-        for _ in range(depth):
-            hidden = stages.forward()
-        loop = self.stage_sums(hidden, depth, stages, batch, features)
+        for _ in range(depth - 1):
+            stages.forward()  # middle stages only hand on hidden states
+        loop = self.stage_sums(stages.forward(), depth, stages, batch, features)
         share = self.settings.dloop_loss_weight
         total = (1 - share) * host.mean(self.settings.weights) + share * loop.mean(self.settings.weights)
         return Loss(total, host, loop)
@@ -81,7 +79,7 @@ class DSparkObjective(nn.Module):
         batch: TrainBatch,
         features: BatchFeatures,
     ) -> DSparkSums:
-        """Row j of a stage that starts at s sees x_{s+j} as previous token, the teacher's law at s+j, label x_{s+j+1}."""
+        """Row j of a stage that starts at s: previous token x_{s+j}, the teacher's law at s+j, label x_{s+j+1}."""
         at = stages.starts(stage_index)[..., None] + torch.arange(hidden.shape[2], device=hidden.device)
         labels, labelled = self.labels(at + 1, stages.anchors, batch)
         previous, _ = self.labels(at, stages.anchors, batch)

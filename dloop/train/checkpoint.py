@@ -44,7 +44,9 @@ def save(output_dir: Path, progress: Progress, model: DSpark, optimizer: Optimiz
 
 def latest(output_dir: Path) -> Path | None:
     """The checkpoint with the most steps that can be resumed from."""
-    found = [path for path in output_dir.glob("epoch_*_step_*") if (path / STATE).is_file() and NAME.fullmatch(path.name)]
+    found = [
+        path for path in output_dir.glob("epoch_*_step_*") if (path / STATE).is_file() and NAME.fullmatch(path.name)
+    ]
     return max(found, key=lambda path: steps_of(path.name), default=None)
 
 

@@ -60,9 +60,7 @@ def dspark_sums(
     return DSparkSums((weights * ce).sum(), (weights * l1).sum(), (weights * error).sum(), weights.sum())
 
 
-def decay_weights(
-    labelled: Bool[Tensor, "... k"], gamma: float | None, prefix: bool
-) -> Float[Tensor, "... k"]:
+def decay_weights(labelled: Bool[Tensor, "... k"], gamma: float | None, prefix: bool) -> Float[Tensor, "... k"]:
     """exp(-j / gamma) for row j of a stage where there is a label; `prefix`: only up to the first gap in the labels."""
     mask = labelled.cumprod(-1) if prefix else labelled
     steps = torch.arange(labelled.shape[-1], device=labelled.device, dtype=torch.float32)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Optimizer:
-    """One optimiser step: clip, update, clear. The learning rate lives on the device, so that graphs can be replayed."""
+    """One optimiser step: clip, update, clear. The learning rate lives on the device, so that graphs see it."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], max_grad_norm: float) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]

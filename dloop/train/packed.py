@@ -97,7 +97,9 @@ class PackedStages:
         if not rows:
             return
         states = torch.stack([self.hidden[row.stage][:, :, row.row] for row in rows], 2)
-        offsets = torch.arange(rows[0].offset, rows[-1].offset + 1, device=states.device)  # consecutive in every reading
+        offsets = torch.arange(
+            rows[0].offset, rows[-1].offset + 1, device=states.device
+        )  # consecutive in every reading
         positions = (self.anchors.positions[..., None] + offsets).flatten(1)
         added = self.model.project(states.flatten(1, 2), positions)
         self.memory = [join(old, new) for old, new in zip(self.memory, added, strict=True)]

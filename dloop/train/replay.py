@@ -54,7 +54,8 @@ def trace(
     positions = torch.arange(len(prompt), tokens.shape[1] - 1, device=device)[None]
     anchors = Anchors(positions, torch.ones_like(positions, dtype=torch.bool))
     stages = PackedStages.begin(model, vocabulary, tokens, features.taps, anchors)
-    accepted, score = [], []
+    accepted: list[Tensor] = []
+    score: list[Tensor] = []
     k = model.config.stage_len
     for index in range(num_stages):
         hidden = stages.forward()[0]

@@ -10,8 +10,11 @@ from dloop.drafters.dspark import DSpark
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
 
-COPIED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")
-COPIED += ("mlp.down_proj", "input_layernorm", "post_attention_layernorm")
+COPIED = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    *("input_layernorm", "post_attention_layernorm"),
+)
 SMALL = 0.02  # standard deviation of what has no counterpart in the target
 
 
@@ -25,7 +28,7 @@ def from_target(config: DSparkConfig, target: HFTarget, layers: tuple[int, ...],
     """
     if len(layers) != config.num_layers or not all(0 <= layer < target.num_layers for layer in layers):
         raise UserError(
-            f"init layers {list(layers)} must name {config.num_layers} of the target's layers 0..{target.num_layers - 1}"
+            f"init layers {list(layers)} must name {config.num_layers} layers of the target, 0..{target.num_layers - 1}"
         )
     torch.manual_seed(seed)
     model = DSpark(config)

@@ -94,7 +94,6 @@ class GraphedStep:
         self.objective, self.optimizer = step.objective, step.optimizer
         self.seen: set[tuple[int, int]] = set()
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, TrainBatch, Tensor]] = {}
-        self.pool: tuple[int, int] | None = None
 
     def __call__(self, parts: list[TrainBatch], depth: int) -> Float[Tensor, " c"]:
         (batch,) = parts
@@ -114,9 +113,9 @@ class GraphedStep:
         buffers = TrainBatch(*(tensor.clone() for tensor in batch.tensors()))
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self.pool):
+        first = next(iter(self.graphs.values()), None)
+        with torch.cuda.graph(graph, pool=first[0].pool() if first else None):  # graphs never run at the same time
             values = self.step([buffers], depth)
-        self.pool = graph.pool()
         return graph, buffers, values
 
 
@@ -227,7 +226,9 @@ class Log:
     def line(self, step: int, epoch: int, rate: float) -> Record:
         values = torch.stack(self.pending).mean(0).tolist()  # sync
         if not all(value == value for value in values):
-            raise RuntimeError(f"the loss is not a number in steps {step - len(self.pending)}..{step}; lower the learning rate")
+            raise RuntimeError(
+                f"the loss is not a number in steps {step - len(self.pending)}..{step}; lower the learning rate"
+            )
         elapsed = (time.perf_counter() - self.started) * 1000 / len(self.pending)
         self.pending = []
         self.started = time.perf_counter()
