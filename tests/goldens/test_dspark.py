@@ -19,9 +19,14 @@ from dloop.gate import FixedGate
 from dloop.judge import Match
 from dloop.loop import Drafter, Limits, Session, Target, decode
 from dloop.sampling import Sampling
-from dloop.targets.hf import HFTarget
+from dloop.targets.hf import BatchFeatures, HFTarget
 from dloop.testing import Decoded, gather, write_drafter
-from dloop.types import Features, Rows, Seen, Stage, StageRequest
+from dloop.train.anchors import Anchors, sample_anchors
+from dloop.train.batch import TrainBatch
+from dloop.train.block import DSparkObjective, ObjectiveSettings
+from dloop.train.losses import DSparkWeights, decay_weights
+from dloop.train.packed import PackedStages
+from dloop.types import Features, Rows, Seen, Stage, StageRequest, Vocabulary
 
 TOLERANCE = 1e-4  # float32, other operator order; about 5e-6 in practice
 
@@ -261,3 +266,98 @@ def test_the_released_layout_carries_the_target_s_own_embedding_and_head(golden)
         if key not in ("embed_tokens.weight", "lm_head.weight"):
             assert torch.equal(used[key], tensor), key
     assert set(used) == set(stored) - {"embed_tokens.weight", "lm_head.weight"}
+
+
+def assert_close(found: Tensor, expected: Tensor, what: str) -> None:
+    assert found.shape == expected.shape, f"{what}: {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    assert torch.allclose(found, expected, rtol=0, atol=TOLERANCE), what
+
+
+@dataclass(frozen=True)
+class TrainingGolden:
+    """The training file of the case: one batch, its anchors, and the losses of several settings."""
+
+    tensors: dict[str, Tensor]
+    facts: dict
+    batch: TrainBatch
+    anchors: Anchors
+    features: BatchFeatures
+    model: DSpark
+    vocabulary: Vocabulary
+
+
+@pytest.fixture(scope="module")
+def training(golden) -> TrainingGolden:
+    tensors = load_file(golden.folder / "training.safetensors")
+    facts = json.loads((golden.folder / "training.json").read_text())
+    tokens, mask = tensors["input_ids"], tensors["loss_mask"].bool()
+    rows, width = tokens.shape
+    drafter = dloop.load_drafter(str(golden.folder / "draft"), golden.target)  # its own: gradients are switched on
+    return TrainingGolden(
+        tensors=tensors,
+        facts=facts,
+        batch=TrainBatch(tokens, mask, torch.full((rows,), width), torch.arange(rows) * width),
+        anchors=sample_anchors(mask, facts["num_anchors"], tensors["random_values"]),
+        features=golden.target.features(tokens, drafter.taps),
+        model=drafter.model.requires_grad_(True),
+        vocabulary=drafter.vocabulary,
+    )
+
+
+def test_training_features_and_anchors(training):
+    assert_close(training.features.taps, training.tensors["target_features"], "target features")
+    assert_close(training.features.last, training.tensors["target_last_hidden"], "last state, after the norm")
+    assert torch.equal(training.anchors.keep.long(), training.tensors["anchor_keep"])
+    kept = training.anchors.keep
+    assert torch.equal(training.anchors.positions[kept], training.tensors["anchor_positions"][kept])
+
+
+def test_training_mask(training):
+    stages = PackedStages.begin(
+        training.model, training.vocabulary, training.batch.tokens, training.features.taps, training.anchors
+    )
+    kept = training.anchors.keep.repeat_interleave(stages.block_size, 1)
+    expected = training.tensors["attention_mask"].bool()[:, 0]
+    assert torch.equal(stages.mask()[:, 0][kept], expected[kept])
+
+
+def test_training_logits_labels_and_confidence(training):
+    stages = PackedStages.begin(
+        training.model, training.vocabulary, training.batch.tokens, training.features.taps, training.anchors
+    )
+    objective = DSparkObjective(training.model, training.vocabulary, ObjectiveSettings())
+    hidden = stages.forward()
+    at = stages.starts(0)[..., None] + torch.arange(stages.block_size)
+    labels, labelled = objective.labels(at + 1, training.anchors, training.batch)
+    previous, _ = objective.labels(at, training.anchors, training.batch)
+    logits, confidence = training.model.teacher_forced(hidden, previous, training.vocabulary)
+    teacher = F.linear(training.features.last, training.vocabulary.head)
+    kept, counted = training.anchors.keep, decay_weights(labelled, None, prefix=True)
+    assert torch.equal(counted[kept].long(), training.tensors["eval_mask"][kept])
+    rows = counted.bool()
+    assert torch.equal(labels[rows], training.tensors["target_ids"][rows])
+    assert_close(logits[kept].detach(), training.tensors["draft_logits"][kept], "draft logits")
+    assert_close(confidence[kept].detach(), training.tensors["confidence_pred"][kept], "confidence logits")
+    which = torch.arange(len(at))[:, None, None].expand_as(at)
+    assert_close(teacher[which[rows], at[rows]], training.tensors["aligned_target_logits"][rows], "teacher logits")
+
+
+def test_training_losses_and_gradients(training):
+    for variant in training.facts["variants"]:
+        weights = DSparkWeights(
+            ce=variant["ce_loss_alpha"], l1=variant["l1_loss_alpha"], confidence=variant["confidence_head_alpha"]
+        )
+        settings = ObjectiveSettings(loss_decay_gamma=variant["loss_decay_gamma"], weights=weights)
+        objective = DSparkObjective(training.model, training.vocabulary, settings)
+        training.model.zero_grad()
+        loss = objective(training.batch, training.features, 0, training.anchors)
+        loss.total.backward()
+        assert loss.total.item() == pytest.approx(variant["loss"], abs=TOLERANCE)
+        for term, sums in zip(("ce", "l1", "confidence"), loss.host[:3], strict=True):
+            if variant["terms"][f"{term}_loss_den"]:
+                assert sums.item() == pytest.approx(variant["terms"][f"{term}_loss_num"], rel=TOLERANCE), term
+                assert loss.host.weight.item() == pytest.approx(variant["terms"][f"{term}_loss_den"], rel=1e-5)
+        norms = {k: 0.0 if p.grad is None else p.grad.norm().item() for k, p in training.model.named_parameters()}
+        assert norms == pytest.approx(variant["grad_norms"], rel=1e-3, abs=1e-7)
+        total = sum(norm**2 for norm in norms.values()) ** 0.5
+        assert total == pytest.approx(variant["grad_norm_total"], rel=1e-3)

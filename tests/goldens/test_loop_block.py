@@ -17,6 +17,11 @@ import dloop
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.gap import READINGS, gap_rows
 from dloop.targets.hf import HFTarget
+from dloop.train.anchors import Anchors
+from dloop.train.batch import TrainBatch
+from dloop.train.block import DSparkObjective, Loss, ObjectiveSettings
+from dloop.train.losses import decay_weights
+from dloop.train.packed import PackedStages
 from dloop.types import Round, StageRequest
 
 FAMILIES = ("dspark",)
@@ -239,3 +244,80 @@ def test_gate_one_is_the_host_as_released(golden):
             proposed = samples[run["prompt"]]["proposed"]
             rounds = [r["drafted"] for r in run["rounds"]]
             assert rounds == proposed[: len(rounds)] and len(proposed) - len(rounds) in (0, 1)
+
+
+OBJECTIVES = {"dspark": DSparkObjective}
+
+
+def chain_of(golden: Golden, drafter: BlockDrafter, depth: int) -> tuple[TrainBatch, Anchors, list[Tensor]]:
+    """The case's training row with its anchors, and the packed states of stages 0..depth."""
+    tokens = golden.tensor("training", "input_ids")[None]
+    mask = golden.tensor("training", "loss_mask")[None].bool()
+    starts = golden.tensor("training", "anchor_positions")[None]
+    batch = TrainBatch(tokens, mask, torch.tensor([tokens.shape[1]]), torch.zeros(1, dtype=torch.int64))
+    anchors = Anchors(starts, torch.ones_like(starts, dtype=torch.bool))
+    taps = golden.target.features(tokens, drafter.taps).taps
+    stages = PackedStages.begin(drafter.model, drafter.vocabulary, tokens, taps, anchors)
+    return batch, anchors, [stages.forward() for _ in range(depth + 1)]
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_packed_training_stages(golden, reading):
+    drafter = golden.drafter(reading)
+    k, shift = drafter.config.stage_len, drafter.config.label_shift
+    objective = OBJECTIVES[golden.family](drafter.model, drafter.vocabulary, ObjectiveSettings())
+    for depth in golden.expected["training"]["depths"]:
+        batch, anchors, hidden = chain_of(golden, drafter, depth)
+        where = f"{reading} depth {depth}"
+        assert_close(hidden[0][0], golden.tensor("training", "host_hidden"), HIDDEN_TOLERANCE, "host hidden")
+        stored = {
+            name: golden.tensor("training", reading, f"k{depth}", name) for name in ("hidden", "logits", "weights")
+        }
+        starts = anchors.positions[0] + depth * k
+        valid = starts < batch.tokens.shape[1]
+        assert torch.equal(starts, golden.tensor("training", reading, f"k{depth}", "starts")), where
+        assert torch.equal(valid, golden.tensor("training", reading, f"k{depth}", "valid").bool()), where
+        gap = gap_rows(reading, depth, k, shift)
+        rows = torch.stack([hidden[row.stage][0, :, row.row] for row in gap], 1)
+        expected = golden.tensor("training", reading, f"k{depth}", "gap_rows")
+        assert_close(rows[valid], expected[valid], CHAINED_TOLERANCE, f"{where} gap rows")
+        assert_close(hidden[depth][0][valid], stored["hidden"][valid], CHAINED_TOLERANCE, f"{where} hidden")
+        at = starts[None, :, None] + torch.arange(k)
+        previous, _ = objective.labels(at, anchors, batch)
+        logits, _ = drafter.model.teacher_forced(hidden[depth], previous, drafter.vocabulary)
+        known = at[0] < batch.tokens.shape[1]  # beyond the text there is no token before
+        assert_close(logits[0][known], stored["logits"][known], 2 * LOGITS_TOLERANCE, f"{where} logits")
+        _, labelled = objective.labels(at + 1, anchors, batch)
+        weights = decay_weights(labelled, golden.spec["loss_decay_gamma"], prefix=True)
+        assert_close(weights[0], stored["weights"], 1e-6, f"{where} weights")
+
+
+def loss_of(golden: Golden, drafter: BlockDrafter, depth: int) -> tuple[Loss, dict[str, float]]:
+    """The mixed loss of one loop depth and its gradient norms."""
+    model = drafter.model.requires_grad_(True)
+    settings = ObjectiveSettings(loss_decay_gamma=golden.spec["loss_decay_gamma"])
+    batch, anchors, _ = chain_of(golden, drafter, 0)
+    features = golden.target.features(batch.tokens, drafter.taps)
+    loss = OBJECTIVES[golden.family](model, drafter.vocabulary, settings)(batch, features, depth, anchors)
+    model.zero_grad()
+    loss.total.backward()
+    return loss, {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_training_losses_and_gradients(golden, reading):
+    weights = ObjectiveSettings().weights
+    for name, expected in golden.expected["training"]["readings"].get(reading, {}).items():
+        loss, norms = loss_of(golden, golden.drafter(reading), int(name.removeprefix("k")))
+        where = f"{reading} {name}"
+        assert loss.total.item() == pytest.approx(expected["loss"], abs=1e-5), where
+        assert loss.host.mean(weights).item() == pytest.approx(expected["host_loss"], abs=1e-5), where
+        assert loss.loop.mean(weights).item() == pytest.approx(expected["loop_loss"], abs=2e-5), where
+        assert loss.loop.weight.item() == pytest.approx(expected["loop_denominator"], rel=1e-5), where
+        for term in ("ce", "l1", "confidence"):
+            recorded = sum(anchor["numerators"][term] for anchor in expected["loop_per_anchor"])
+            assert getattr(loss.loop, term).item() == pytest.approx(recorded, rel=1e-4), f"{where} {term}"
+        found = {parameter: norms[parameter] for parameter in expected["grad_norms"]}
+        assert found == pytest.approx(expected["grad_norms"], rel=1e-4), where
+        detached = expected["grad_norms_if_gap_rows_were_detached"]
+        assert found != pytest.approx(detached, rel=1e-3), f"{where}: gradients do not flow through the gap rows"
