@@ -100,6 +100,7 @@ def test_a_drafter_that_is_hardly_ever_right_changes_nothing(pair):
         assert any(r.accepted < len(r.drafted) for r in out.rounds)
 
 
+@pytest.mark.parametrize("pair", ["qwen3", "llama"], indirect=True)
 def test_the_good_drafter_is_good_and_the_gate_matters(pair):
     """Without long accepted runs and rounds of several stages the tests above would prove little."""
     gates = (NEVER_OPENS, -2.0, ALWAYS_OPEN)

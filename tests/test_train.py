@@ -275,7 +275,8 @@ def command(folders, *more):
     return [
         "train", "--target-model-path", str(folders / "target"), "--draft-init-path", str(folders / "drafter"),
         "--train-data-path", str(folders / "tokens.npz"), "--output-dir", str(folders / "out"), "--max-steps", "3",
-        "--batch-size", "4", "--num-anchors", "4", "--log-interval", "1", "--dtype", "float32", "--device", "cpu", *more,
+        "--batch-size", "4", "--num-anchors", "4", "--log-interval", "1", "--dtype", "float32", "--device", "cpu",
+        *more,
     ]  # fmt: skip
 
 

@@ -9,11 +9,12 @@ from jaxtyping import Float
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from dloop.api import Settings, Stream, check_prompt, limits_of, sampling_of
 from dloop.chat import Tokenizer, load_tokenizer
 from dloop.cli.answer import decode as decode_stream
-from dloop.cli.answer import device_of, hush
+from dloop.cli.answer import device_of
 from dloop.cli.demo import PROMPTS, Command
 from dloop.drafters.block import BlockDrafter
 from dloop.errors import UserError
@@ -107,7 +108,7 @@ def race(command: Command) -> int:
 
     if not 1 <= command.prompts <= len(PROMPTS):
         raise UserError(f"--prompts {command.prompts}: there are {len(PROMPTS)}: {', '.join(PROMPTS)}")
-    hush()
+    disable_progress_bar()  # there is one of our own
     pair = load(command, command.dtype)
     kinds = list(PROMPTS)[: command.prompts]
     total = 3 * len(kinds) + (command.dtype != "float32")

@@ -109,7 +109,7 @@ def report(console: Console, pair: Pair, command: Command, done: Race) -> None:
 def heading(pair: Pair, command: Command) -> Text:
     target, drafter = pair.target, pair.drafter
     machine = hardware(target.device)
-    where = machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}"
+    where = machine["gpu"] or f"{machine['cpu']}, threads: {machine['threads']}"
     return Text.assemble(
         (f"{target.name} + {drafter.name}", "bold"),
         f" ({drafter.family}, stages of {drafter.config.stage_len} tokens, loop gate {command.loop_gate:g}); ",
