@@ -1,5 +1,6 @@
 """The facade: `generate`, `stream`, `generate_autoregressive`. Arguments are named like the command-line flags."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -185,7 +186,7 @@ def start(
     refuse_unsupported(settings, drafter)
     prompt = check_prompt(prompt_ids, target, settings.max_new_tokens)
     sampling = sampling_of(settings)
-    limits = limits_of(settings, target)
+    limits = limits_of(settings, target, drafter)
     session = Session(
         target=target.open(drafter.taps if drafter else ()), drafter=drafter.open() if drafter else None
     )
@@ -211,8 +212,8 @@ def sampling_of(settings: Settings) -> Sampling:
     return Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=seed)
 
 
-def limits_of(settings: Settings, target: HFTarget) -> Limits:
-    """When to stop; "model" takes the target's own stop tokens."""
+def limits_of(settings: Settings, target: HFTarget, drafter: BlockDrafter | None) -> Limits:
+    """When to stop; "model" takes the target's own stop tokens. Past either model's last position nothing is drafted."""
     if settings.max_stages < 1:
         raise UserError(f"max_stages={settings.max_stages} must be at least 1")
     given = settings.stop_token_ids
@@ -220,14 +221,19 @@ def limits_of(settings: Settings, target: HFTarget) -> Limits:
     outside = [token for token in stops if not 0 <= token < target.vocab_size]
     if outside or (isinstance(given, str) and given != "model"):
         raise UserError(f"stop_token_ids={given!r} must be 'model' or ids below {target.vocab_size}")
+    context = min(target.context, drafter.config.max_positions) if drafter else target.context
     return Limits(
-        max_new_tokens=settings.max_new_tokens, stop_ids=stops, max_stages=settings.max_stages, context=target.context
+        max_new_tokens=settings.max_new_tokens, stop_ids=stops, max_stages=settings.max_stages, context=context
     )
 
 
 def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_tokens: int) -> list[int]:
     """One prompt as a list of ids that, with the new tokens, fits the target."""
-    prompt: list[int] = prompt_ids.flatten().tolist() if isinstance(prompt_ids, Tensor) else list(prompt_ids)
+    given: list[int] = prompt_ids.flatten().tolist() if isinstance(prompt_ids, Tensor) else list(prompt_ids)
+    try:
+        prompt = [operator.index(token) for token in given]  # NumPy's integers too
+    except TypeError as error:
+        raise UserError(f"prompt_ids must hold token ids, not {given[:3]!r} ...; tokenize text first") from error
     if isinstance(prompt_ids, Tensor) and prompt_ids.ndim > 1 and prompt_ids.shape[0] != 1:
         raise UserError(f"prompt_ids of shape {tuple(prompt_ids.shape)} holds several prompts; decode them one by one")
     if not prompt:

@@ -1,6 +1,7 @@
 """The command line: exit codes, one-line errors, strict JSON, text as it comes. Tiny models, the real entry point."""
 
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -36,6 +37,13 @@ OPTIONS = {
     "--max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed --verify --exact --no-exact --tree-budget "
     "--stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth --mtp-k --json --no-json --debug --no-debug "
     "--trace --no-trace",
+    "train": "--target-model-path --target-model-backend --draft-init-path --draft-config-path --init-layers "
+    "--train-data-path --max-length --output-dir --resume --no-resume --num-epochs --max-steps --batch-size "
+    "--accumulation-steps --learning-rate --warmup-ratio --max-grad-norm --seed --log-interval "
+    "--save-interval --num-anchors --loss-decay-gamma --dspark-ce-loss-alpha --dspark-l1-loss-alpha "
+    "--dspark-confidence-head-alpha --dloop-max-stage --dloop-loss-weight --gap-rows --dtype --device "
+    "--cache-features --no-cache-features --compile --no-compile --cuda-graphs --no-cuda-graphs --json "
+    "--no-json --debug --no-debug",
 }
 
 
@@ -313,6 +321,25 @@ def test_the_text_goes_to_standard_output_and_one_line_of_numbers_beside_it(tiny
         assert piece in err
 
 
+def test_the_text_comes_round_by_round(tiny, monkeypatch):
+    written: list[str] = []
+
+    class Listener(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stdout", Listener())
+    assert entry(["generate", *tiny.words, "--prompt", "Hello", "--no-chat"]) == 0
+    pieces = [text for text in written if text not in ("", "\n")]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny.target)
+    target = dloop.load_target(str(tiny.target), dtype="float32")
+    drafter = dloop.load_drafter(str(tiny.drafter), target)
+    out = dloop.generate(target, drafter, tokenizer("Hello")["input_ids"], max_new_tokens=40)
+    assert "".join(pieces) == tokenizer.decode(out.tokens)
+    assert len(out.rounds) / 2 < len(pieces) <= len(out.rounds) + 2  # some rounds end inside a character
+
+
 def generated(capsys, *words: str) -> dict:
     assert entry(["generate", *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
@@ -482,6 +509,15 @@ def test_the_demo_as_json_holds_every_run(tiny, capsys):
     for run in document["runs"]:
         assert rebuild(run["first"], run["rounds"]).tokens == run["tokens"]
     assert document["float32_control"]["difference"] is None and document["lossless"]
+
+
+def test_the_demo_takes_the_faster_number_of_threads_and_says_so(tiny, capsys):
+    torch.set_num_threads(2)
+    words = ["--model", str(tiny.target), "--draft-model", str(tiny.drafter), "--max-new-tokens", "4", "--prompts", "1"]
+    assert entry(["demo", *words, "--dtype", "float32", "--json"]) == 0
+    chosen = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert json.loads(capsys.readouterr().out)["hardware"]["threads"] == chosen
 
 
 def test_a_fault_of_the_demo_is_1(tiny, capsys, monkeypatch):

@@ -197,7 +197,9 @@ def decode_one(pair: Pair, way: Way, kind: str, max_new_tokens: int) -> Decoded:
     drafter = way.drafter
     session = Session(target.open(drafter.taps if drafter else ()), drafter.open() if drafter else None)
     judge = Keeping(Match(sampling_of(settings)))
-    task = decode(session, 0, prompt, gate=FixedGate(way.gate), judge=judge, limits=limits_of(settings, target))
+    task = decode(
+        session, 0, prompt, gate=FixedGate(way.gate), judge=judge, limits=limits_of(settings, target, drafter)
+    )
     answer = decode_stream(Stream(run_one(task, session), None), prompt, tokenizer, quiet=True)
     return Decoded(answer, judge.rows)
 

@@ -89,6 +89,7 @@ def start_model(command: Command, target: HFTarget) -> DSpark:
 
 
 def settings_of(command: Command, data: TokenFile) -> TrainSettings:
+    """How long and how fast, from the flags."""
     settings = TrainSettings(
         num_steps=1,
         batch_size=command.batch_size,
@@ -107,6 +108,7 @@ def settings_of(command: Command, data: TokenFile) -> TrainSettings:
 def build_step(
     command: Command, model: DSpark, target: HFTarget, data: TokenFile, optimizer: Optimizer
 ) -> Step | GraphedStep:
+    """The objective and one step of it, with the accelerations asked for."""
     objective = DSparkObjective(
         model,
         target.vocabulary,
@@ -137,6 +139,7 @@ def build_step(
 
 
 def features_of(target: HFTarget, taps: tuple[int, ...], batch: TrainBatch) -> BatchFeatures:
+    """The target's features of a batch, computed on the spot."""
     return target.features(batch.tokens, taps)
 
 
@@ -184,8 +187,10 @@ def follow(stream: Iterator[Record], settings: TrainSettings, done: int) -> list
 
 
 def named(record: Record) -> dict[str, float]:
+    """A record's values by column."""
     return dict(zip(COLUMNS, record.values, strict=True))
 
 
 def describe(record: Record) -> str:
+    """One line for the progress bar."""
     return f"loss {record.values[0]:.3f}  rate {record.rate:.1e}  {record.step_ms:.0f} ms/step"

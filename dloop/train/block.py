@@ -37,6 +37,8 @@ class StageRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
+    """What the loss is made of; the published defaults."""
+
     num_anchors: int = 512
     loss_decay_gamma: float | None = 4.0
     dloop_loss_weight: float = 0.25

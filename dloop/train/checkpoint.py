@@ -18,6 +18,8 @@ NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
 
 
 class Progress(NamedTuple):
+    """How far a run has come."""
+
     epoch: int
     step: int  # optimiser steps done
 
@@ -51,6 +53,7 @@ def latest(output_dir: Path) -> Path | None:
 
 
 def steps_of(name: str) -> int:
+    """The steps in a checkpoint folder's name; -1 if it is none."""
     match = NAME.fullmatch(name)
     return int(match.group(2)) if match else -1
 

@@ -94,5 +94,6 @@ def walk(trace: Trace, gate: float | None) -> Walk:
 
 
 def total(walks: Iterable[Walk]) -> Walk:
+    """All texts together."""
     found = list(walks)
     return Walk(*(sum(getattr(w, name) for w in found) for name in ("tokens", "rounds", "stages", "looped", "full")))

@@ -48,6 +48,7 @@ def from_target(config: DSparkConfig, target: HFTarget, layers: tuple[int, ...],
 
 
 def copy(source: nn.Module, target: nn.Module, name: str) -> None:
+    """Copy one submodule's parameters. Raises UserError if a shape differs."""
     theirs, ours = source.get_submodule(name), target.get_submodule(name)
     for key, value in ours.named_parameters():
         found = cast(Tensor, theirs.get_parameter(key))

@@ -179,6 +179,7 @@ class Interrupt:
             signal.signal(signal.SIGINT, self._ask)
 
     def check(self) -> None:
+        """Refuse counts that cannot be. Raises UserError."""
         if self.asked:
             raise KeyboardInterrupt
 
@@ -198,6 +199,7 @@ def seed_step(seed: int, step: int) -> None:
 
 
 def steps_per_epoch(data: TokenFile, settings: TrainSettings) -> int:
+    """Optimiser steps in one pass over the data, at least 1."""
     batches_per_epoch = len(plan_epoch(data.lens.sum(1), settings.batch_size, settings.seed, 0))
     return max(1, batches_per_epoch // settings.accumulation_steps)
 
