@@ -3,15 +3,15 @@
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from dloop.drafters.block import BlockDrafter
 from dloop.errors import UserError
 from dloop.gate import FixedGate, GateSum
-from dloop.judge import Match
-from dloop.loop import Limits, Session, decode, run_one
+from dloop.judge import Match, Reject
+from dloop.loop import Judge, Limits, Session, decode, run_one
 from dloop.sampling import Sampling, fresh_seed
 from dloop.targets.hf import HFTarget
 from dloop.types import FinishReason, First, Round
@@ -62,7 +62,7 @@ class Generation:
 
 
 class Stream:
-    """An iterator over rounds as they happen. `first` is the token prefill gave; `finish_reason` is known at the end."""
+    """Rounds as they happen. `first` is the token prefill gave; `finish_reason` is known at the end."""
 
     def __init__(self, events: Iterator[First | Round], seed: int | None) -> None:
         self._events = events
@@ -151,7 +151,8 @@ def generate(
         gate_sum: "last" judges the stage just drafted, "all" the whole chain.
         max_stages: most drafting stages before a verification.
         temperature, top_k, top_p, seed: 0 is greedy; without a seed a fresh one is drawn and recorded.
-        verify: "match" (the text of plain sampling with the same seed, token for token) or "auto".
+        verify: with a temperature, "match" (the text of plain sampling with the same seed, token for token), "reject"
+            (speculative sampling: the law of the text; accepts more) or "auto" (reject).
         stop_token_ids: "model" takes the target's own.
         tree_budget, stage_tree_budget, topk_k, tree_width, tree_beta, draft_depth, mtp_k: for the families that have
             them; a value the family cannot honour is refused.
@@ -180,29 +181,42 @@ def generate_autoregressive(
 
 
 def start(
-    target: HFTarget, drafter: BlockDrafter | None, prompt_ids: Sequence[int] | Tensor, settings: Settings
+    target: HFTarget,
+    drafter: BlockDrafter | None,
+    prompt_ids: Sequence[int] | Tensor,
+    settings: Settings,
+    judge: Judge | None = None,
 ) -> Stream:
-    """Check everything, open fresh memory, and begin; the prompt is read when the first event is asked for."""
+    """Check everything, open fresh memory, and begin; the prompt is read when the first event is asked for.
+
+    `judge` replaces the one the settings ask for.
+    """
     refuse_unsupported(settings, drafter)
     prompt = check_prompt(prompt_ids, target, settings.max_new_tokens)
     sampling = sampling_of(settings)
     limits = limits_of(settings, target, drafter)
-    session = Session(
-        target=target.open(drafter.taps if drafter else ()), drafter=drafter.open() if drafter else None
-    )
+    session = Session(target=target.open(drafter.taps if drafter else ()), drafter=drafter.open() if drafter else None)
     gate = FixedGate(settings.loop_gate, settings.gate_sum)
-    task = decode(session, 0, prompt, gate=gate, judge=Match(sampling), limits=limits)
+    task = decode(session, 0, prompt, gate=gate, judge=judge or judge_of(settings, sampling), limits=limits)
     return Stream(run_one(task, session), None if sampling.is_greedy else sampling.seed)
 
 
 def collect(stream: Stream) -> Generation:
     """Run a stream to its end."""
-    first = stream.first
-    rounds = list(stream)
+    return finished(stream, list(stream))
+
+
+def finished(stream: Stream, rounds: list[Round]) -> Generation:
+    """What a stream that ended after these rounds came to."""
     assert stream.finish_reason is not None
-    tokens = [first, *(token for r in rounds for token in r.emitted)]
+    tokens = [stream.first, *(token for r in rounds for token in r.emitted)]
     return Generation(
-        tokens=tokens, first=first, rounds=rounds, finish_reason=stream.finish_reason, seed=stream.seed, exact=False
+        tokens=tokens,
+        first=stream.first,
+        rounds=rounds,
+        finish_reason=stream.finish_reason,
+        seed=stream.seed,
+        exact=False,
     )
 
 
@@ -212,8 +226,13 @@ def sampling_of(settings: Settings) -> Sampling:
     return Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=seed)
 
 
+def judge_of(settings: Settings, sampling: Sampling) -> Match | Reject:
+    """Greedy decoding has one rule; with a temperature, block drafters with a chain default to rejection sampling."""
+    return Match(sampling) if sampling.is_greedy or settings.verify == "match" else Reject(sampling)
+
+
 def limits_of(settings: Settings, target: HFTarget, drafter: BlockDrafter | None) -> Limits:
-    """When to stop; "model" takes the target's own stop tokens. Past either model's last position nothing is drafted."""
+    """When to stop; "model": the target's own stop tokens. Past either model's last position nothing is drafted."""
     if settings.max_stages < 1:
         raise UserError(f"max_stages={settings.max_stages} must be at least 1")
     given = settings.stop_token_ids
@@ -240,7 +259,9 @@ def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_t
         raise UserError("the prompt is empty; give at least one token")
     outside = [token for token in prompt if not 0 <= token < target.vocab_size]
     if outside:
-        raise UserError(f"prompt token {outside[0]} is outside the vocabulary of {target.name} (0..{target.vocab_size - 1})")
+        raise UserError(
+            f"prompt token {outside[0]} is outside the vocabulary of {target.name} (0..{target.vocab_size - 1})"
+        )
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
     if len(prompt) + max_new_tokens > target.context:
@@ -261,9 +282,7 @@ def refuse_unsupported(settings: Settings, drafter: BlockDrafter | None) -> None
     for name in ("draft_depth", "mtp_k", "topk_k", "tree_width", "tree_beta"):
         if getattr(settings, name) != getattr(Settings, name):  # the default: not given
             raise UserError(f"{name}={getattr(settings, name)} does not apply to {family}; leave it out")
-    if settings.verify == "reject":
-        raise UserError("verify='reject' is not offered yet; 'match' gives plain sampling's text with the same seed")
-    if settings.verify not in ("auto", "match"):
-        raise UserError(f"verify={settings.verify!r} is not known; choose 'auto' or 'match'")
+    if settings.verify not in get_args(Verify):
+        raise UserError(f"verify={settings.verify!r} is not known; choose one of {', '.join(get_args(Verify))}")
     if settings.exact is True:
         raise UserError("exact=True needs the fast path, which is not offered here; use exact='auto' or dtype float32")

@@ -15,6 +15,8 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that a
 
 
 class Message(TypedDict):
+    """One turn of a conversation."""
+
     role: str
     content: str
 

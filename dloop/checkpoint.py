@@ -15,7 +15,7 @@ from dloop.errors import UserError
 
 CONVERT = (
     'python -c "import sys, torch; from safetensors.torch import save_file; '
-    "save_file({k: v.contiguous() for k, v in torch.load(sys.argv[1], weights_only=True).items()}, sys.argv[2])\" "
+    'save_file({k: v.contiguous() for k, v in torch.load(sys.argv[1], weights_only=True).items()}, sys.argv[2])" '
     "pytorch_model.bin model.safetensors"
 )
 
@@ -110,7 +110,9 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, Tensor], source: str)
     expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     complain(source, "is missing", expected.keys() - tensors.keys())
     complain(source, "has unexpected", tensors.keys() - expected.keys())
-    wrong = [f"{k} {tuple(tensors[k].shape)} instead of {expected[k]}" for k in expected if tensors[k].shape != expected[k]]
+    wrong = [
+        f"{k} {tuple(tensors[k].shape)} instead of {expected[k]}" for k in expected if tensors[k].shape != expected[k]
+    ]
     complain(source, "has wrongly shaped", wrong)
     check_values(source, tensors)
     module.load_state_dict(dict(tensors), strict=True, assign=True)

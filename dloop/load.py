@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dloop import checkpoint
 from dloop.drafters.block import BlockDrafter
@@ -44,9 +44,9 @@ def load_target(
     check_target(raw, name_or_path)
     checkpoint.check_readable(folder)
 
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedModel
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=DTYPES[dtype],
         attn_implementation="sdpa",
@@ -55,9 +55,11 @@ def load_target(
         ignore_mismatched_sizes=True,  # told apart below, in one line
         output_loading_info=True,
     )
+    model, info = cast(tuple[PreTrainedModel, dict[str, list[object]]], loaded)
     for fault in ("missing", "unexpected", "mismatched"):
         checkpoint.complain(name_or_path, FAULTS[fault], [str(name) for name in info[f"{fault}_keys"]])
-    model.to(where).eval().requires_grad_(False)
+    nn.Module.to(model, where)  # transformers' own `to` is typed as something else
+    model.eval().requires_grad_(False)
     return HFTarget(name=name_or_path, model=model, stop_ids=stop_ids(model), folder=folder)
 
 
@@ -108,7 +110,9 @@ def check_target(raw: Json, name: str) -> None:
     if kind not in SUPPORTED:
         raise UserError(f"{name} is a {kind!r} model; supported targets: {', '.join(SUPPORTED)}")
     if "sliding_attention" in cast(list[object], raw.get("layer_types") or []) or raw.get("use_sliding_window"):
-        raise UserError(f"{name} has sliding-window layers, whose cache cannot be shortened here; use a full-attention model")
+        raise UserError(
+            f"{name} has sliding-window layers, whose cache cannot be shortened here; use a full-attention model"
+        )
 
 
 def is_drafter(raw: Json) -> bool:
@@ -125,37 +129,46 @@ def detect_family(raw: Json, name: str) -> str:
         raise UserError(f"{name}: dflash_config={own!r} must be an object; fetch config.json again")
     nested = cast(Json, own or {})
     projector = nested.get("projector_type")
-    if architecture == "DFlash2DraftModel" or any(nested.get(k, raw.get(k)) for k in ("conv_kernel_size", "selector_rank")):
+    if architecture == "DFlash2DraftModel" or any(
+        nested.get(k, raw.get(k)) for k in ("conv_kernel_size", "selector_rank")
+    ):
         found = "a DFlash 2 drafter (another model than DFlash)"
     elif "speculators_model_type" in raw or "transformer_layer_config" in raw:
         found = "a drafter in vLLM's speculators format; convert it to its published host format"
     elif architecture in DEEPSPEC_ARCHITECTURES or projector == "dspark" or architecture == "DSparkDraftModel":
         if architecture.startswith("Gemma4"):
-            raise UserError(f"{name} is a Gemma 4 DSpark drafter, which is not supported; supported families: dspark (Qwen3)")
+            raise UserError(
+                f"{name} is a Gemma 4 DSpark drafter, which is not supported; supported families: dspark (Qwen3)"
+            )
         return "dspark"
     elif projector in ("domino", "causal_v5") or architecture == "DominoDraftModel":
         found = "a Domino drafter"
     elif architecture == "DFlashDraftModel" and projector is None:
         found = "a DFlash drafter"
     elif not is_drafter(raw):
-        found = f"a plain {architecture}, not a drafter; pass it as --model, and a drafter trained for it as --draft-model"
+        found = (
+            f"a plain {architecture}, not a drafter; pass it as --model, and a drafter trained for it as --draft-model"
+        )
     else:
         found = f"of architecture {architecture!r} with projector type {projector!r}"
     raise UserError(f"{name} is {found}; supported families: {', '.join(FAMILIES)}")
 
 
 def check_pair(config: DSparkConfig, target: HFTarget, name: str) -> None:
-    """A drafter fits one target only. Every mismatch would lower acceptance silently, so it is refused with its reason."""
+    """A drafter fits one target only: every mismatch would lower acceptance silently, so it is refused."""
     if config.vocab_size != target.vocab_size:
         raise UserError(
             f"{name} has a vocabulary of {config.vocab_size} tokens, {target.name} one of {target.vocab_size}; "
             "they must be the same: use the drafter trained for this target"
         )
     if config.hidden_size != target.hidden_size:
-        raise UserError(f"{name} expects hidden size {config.hidden_size}, {target.name} has {target.hidden_size}; use its target")
+        raise UserError(
+            f"{name} expects hidden size {config.hidden_size}, {target.name} has {target.hidden_size}; use its target"
+        )
     if config.num_target_layers != target.num_layers:
         raise UserError(
-            f"{name} was trained on a target of {config.num_target_layers} layers, {target.name} has {target.num_layers}"
+            f"{name} was trained on a target of {config.num_target_layers} layers, {target.name} has "
+            f"{target.num_layers}; use the drafter trained for this target"
         )
     taps = config.target_layer_ids
     if not taps or list(taps) != sorted(set(taps)) or taps[-1] >= target.num_layers - 1 or taps[0] < -1:
@@ -165,11 +178,13 @@ def check_pair(config: DSparkConfig, target: HFTarget, name: str) -> None:
         )
     if config.rope_theta != target.rope_theta:
         raise UserError(
-            f"{name} has RoPE base {config.rope_theta:g}, {target.name} {target.rope_theta:g}; a drafter that runs with "
-            "another base than it was trained with accepts almost nothing: correct rope_theta in its config.json"
+            f"{name} has RoPE base {config.rope_theta:g}, {target.name} {target.rope_theta:g}; a drafter run "
+            "with another base than it was trained with accepts almost nothing: correct rope_theta in its config.json"
         )
     if config.mask_token_id >= config.vocab_size or config.block_size < 1:
-        raise UserError(f"{name}: mask_token_id={config.mask_token_id} or block_size={config.block_size} is out of range")
+        raise UserError(
+            f"{name}: mask_token_id={config.mask_token_id} or block_size={config.block_size} is out of range"
+        )
 
 
 def own_vocabulary(tensors: dict[str, Tensor], target: HFTarget, name: str) -> Vocabulary:
@@ -179,7 +194,9 @@ def own_vocabulary(tensors: dict[str, Tensor], target: HFTarget, name: str) -> V
     if not keys:
         return shared
     if len(keys) == 1:
-        raise UserError(f"{name} has {keys[0]} but not the other of embed_tokens.weight and lm_head.weight; fetch it again")
+        raise UserError(
+            f"{name} has {keys[0]} but not the other of embed_tokens.weight and lm_head.weight; fetch it again"
+        )
     own: list[Tensor] = []
     for key, kept in zip(keys, (shared.embedding, shared.head), strict=True):
         weight = tensors.pop(key)

@@ -8,7 +8,7 @@ requests of all live sequences together, so that there is one loop for one seque
 import itertools
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -22,6 +22,7 @@ from dloop.types import (
     First,
     Round,
     Rows,
+    Sampling,
     Seen,
     Stage,
     StageEnd,
@@ -81,6 +82,11 @@ class Session(NamedTuple):
 class Judge(Protocol):
     """Decides which drafted tokens the target would have produced."""
 
+    @property
+    def drafting(self) -> Sampling | None:
+        """How drafts must be drawn for this judge; None: the drafter's most likely tokens."""
+        ...
+
     def first(self, logits: Float[Tensor, " V"], position: int) -> int: ...
 
     def __call__(self, draft: Draft, logits: Float[Tensor, "n V"]) -> Verdict: ...
@@ -137,7 +143,8 @@ def decode(session: Session, slot: int, prompt: list[int], *, gate: Gate, judge:
         started = time.perf_counter()
         draft, records = Draft.rooted(anchor, position), []
         if drafter is not None:
-            draft, records = yield from grow(draft, slot, drafter.stage_len, gate, limits, produced)
+            ask = StageRequest(slot=slot, anchor=anchor, index=0, sampling=judge.drafting)
+            draft, records = yield from grow(draft, ask, drafter.stage_len, gate, limits, produced)
         drafted = time.perf_counter()
         seen = yield VerifyRequest(slot=slot, draft=draft)
         assert isinstance(seen, Seen)
@@ -156,14 +163,14 @@ def decode(session: Session, slot: int, prompt: list[int], *, gate: Gate, judge:
 
 
 def grow(
-    draft: Draft, slot: int, stage_len: int, gate: Gate, limits: Limits, produced: int
+    draft: Draft, ask: StageRequest, stage_len: int, gate: Gate, limits: Limits, produced: int
 ) -> Generator[StageRequest, Stage | Seen | None, tuple[Draft, list[StageRecord]]]:
     """Draft stage after stage while the gate is open: the confidence-gated drafting loop."""
     records: list[StageRecord] = []
     reason: StageEnd = "open" if limits.fits(draft, stage_len) else "context"
     while reason == "open":
         start, threshold = len(draft.tokens), gate.threshold
-        stage = yield StageRequest(slot=slot, anchor=draft.tokens[draft.tip], index=len(records))
+        stage = yield replace(ask, anchor=draft.tokens[draft.tip], index=len(records))
         assert isinstance(stage, Stage)
         draft = draft.graft(stage)
         reason = limits.end(draft, produced, stage_len) or "open" if gate.opens(draft) else "gate"

@@ -199,6 +199,7 @@ def repetition_share(tokens: Sequence[int], n: int = 8) -> float:
 
 
 def mean_of(values: Sequence[float]) -> float:
+    """The mean; nan of nothing."""
     return sum(values) / len(values) if values else math.nan
 
 
@@ -221,6 +222,7 @@ def plain(value: object) -> Json:
 
 
 def prompt_sha256(prompt_ids: Sequence[int]) -> str:
+    """Names a prompt without repeating it."""
     return hashlib.sha256(",".join(map(str, prompt_ids)).encode()).hexdigest()
 
 
@@ -241,6 +243,7 @@ def hardware(device: torch.device) -> dict[str, Json]:
 
 
 def cpu_name() -> str:
+    """The processor, as the system tells it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

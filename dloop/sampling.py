@@ -5,36 +5,12 @@ import secrets
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Float32, Float64, Int
 from torch import Tensor
 
-from dloop.errors import UserError
+from dloop.types import Sampling
 
-GREEDY_BELOW = 1e-5  # temperatures under this mean argmax, as in the public implementations
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How tokens are drawn. `top_k=0` and `top_p=1.0` are off; one seed a sequence."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"temperature={self.temperature} must be a finite number >= 0; 0 is greedy decoding")
-        if self.top_k < 0:
-            raise UserError(f"top_k={self.top_k} must be >= 0; 0 switches it off")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must lie in (0, 1]; 1.0 switches it off")
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"seed={self.seed} must lie in [0, 2**63)")
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
+TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM = 0, 1, 2  # independent noise for the same positions
 
 
 def fresh_seed() -> int:
@@ -59,15 +35,29 @@ def process(logits: Float[Tensor, "n V"], sampling: Sampling) -> Float[Tensor, "
     return scores
 
 
-def gumbel(seed: int, positions: Int[Tensor, " n"], vocab_size: int) -> Float64[Tensor, "n V"]:
-    """Gumbel noise that is a pure function of (seed, absolute position, token id), on the positions' device.
+def law(logits: Float[Tensor, "n V"], sampling: Sampling) -> Float32[Tensor, "n V"]:
+    """The distribution tokens are drawn from: the very float32 probabilities that are judged by later."""
+    return process(logits, sampling).softmax(-1)
 
-    argmax(processed logits + noise) is then a sample from the softmax, and the same one however rows are packed.
+
+def draw(probs: Float32[Tensor, "n V"], seed: int, positions: Int[Tensor, " n"], stream: int) -> Int[Tensor, " n"]:
+    """One token a row from these probabilities (they need not add up to 1), without a device-to-host copy."""
+    return (probs.double().log() + gumbel(seed, positions, probs.shape[-1], stream)).argmax(-1)
+
+
+def gumbel(
+    seed: int, positions: Int[Tensor, " n"], vocab_size: int, stream: int = TARGET_STREAM
+) -> Float64[Tensor, "n V"]:
+    """Gumbel noise that is a pure function of (seed, stream, absolute position, token id), on the positions' device.
+
+    argmax(log-probabilities + noise) is then a sample, and the same one however rows are packed.
     """
-    return -torch.log(-torch.log(uniform(seed, positions, vocab_size)))
+    return -torch.log(-torch.log(uniform(seed, positions, vocab_size, stream)))
 
 
-def uniform(seed: int, positions: Int[Tensor, " n"], vocab_size: int, stream: int = 0) -> Float64[Tensor, "n V"]:
+def uniform(
+    seed: int, positions: Int[Tensor, " n"], vocab_size: int, stream: int = TARGET_STREAM
+) -> Float64[Tensor, "n V"]:
     """Uniform numbers in (0, 1) with 52 bits, a pure function of (seed, stream, position, token id)."""
     tokens = torch.arange(vocab_size, dtype=torch.int64, device=positions.device)
     row = _mix(positions.to(torch.int64) + _as_int64(_mix_int(seed ^ _mix_int(stream))))
@@ -75,6 +65,27 @@ def uniform(seed: int, positions: Int[Tensor, " n"], vocab_size: int, stream: in
     kept = (bits >> 12) & ((1 << 52) - 1)
     return (kept.double() + 0.5) * 2.0**-52  # (2k + 1) / 2^53: exact, never 0 or 1
 
+
+@dataclass(frozen=True)
+class Draw:
+    """How a drafter picks each row's token: the most likely one, or (with `sampling`) a draw from the row's law."""
+
+    sampling: Sampling | None = None
+    position: int = 0  # absolute position of row 0's token
+
+    def token(self, logits: Float[Tensor, "... V"], row: int) -> Int[Tensor, "..."]:
+        """The token of one row; only the greedy form takes batched rows."""
+        if self.sampling is None:
+            return logits.argmax(-1)
+        where = torch.full((1,), self.position + row, device=logits.device)
+        return draw(law(logits[None], self.sampling), self.sampling.seed, where, DRAFT_STREAM)[0]
+
+    def law(self, logits: Float[Tensor, "... k V"]) -> Float32[Tensor, "... k V"] | None:
+        """What the rows' tokens were drawn from; None if nothing was drawn."""
+        return None if self.sampling is None else law(logits, self.sampling)
+
+
+GREEDY = Draw()
 
 # The finaliser of SplitMix64 (Steele, Lea, Flood 2014), in wrapping 64-bit arithmetic.
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -84,12 +84,14 @@ def printable(text: str) -> str:
 
 
 def styled(piece: Piece) -> Text:
+    """A piece of text in the style of its stage."""
     mark = str(piece.stage).translate(DIGITS) if piece.stage else TARGET_MARK
     style = stage_style(piece.stage)
     return Text.assemble((piece.text, style if piece.fate == "accepted" else LOST_STYLE), (mark, f"dim {style}"))
 
 
 def stage_style(stage: int) -> str:
+    """Stages differ in colour; the palette repeats."""
     return STAGE_STYLES[(stage - 1) % len(STAGE_STYLES)] if stage else TARGET_STYLE
 
 
@@ -135,6 +137,7 @@ def legend(shown: Sequence[Piece]) -> Text:
     """What the signs mean, as far as these pieces need them."""
 
     def sample(stage: int, fate: Fate) -> Text:
+        """How a token of this kind looks, for the legend."""
         return line([Piece(token=0, text="word", stage=stage, fate=fate)])
 
     deepest = max(piece.stage for piece in shown)

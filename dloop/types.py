@@ -1,9 +1,10 @@
 """What flows through the loop: rows, features, stages, drafts, rounds. Nothing here computes with a model.
 
 Letters used everywhere: n rows of one forward, k tokens of one stage, D hidden size, V vocabulary, F width of
-the tapped features. Token ids, positions and indices are host integers; tensors stay on the device they were computed on.
+the tapped features. Token ids, positions and indices are host integers; tensors stay on the device they came from.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -11,9 +12,38 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
+from dloop.errors import UserError
+
 GapRows = Literal["producing", "position", "anchor_included"]
 FinishReason = Literal["stop", "length"]
 StageEnd = Literal["open", "gate", "max_stages", "stop_token", "length", "context"]
+
+
+GREEDY_BELOW = 1e-5  # temperatures under this mean argmax, as in the public implementations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. `top_k=0` and `top_p=1.0` are off; one seed a sequence."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"temperature={self.temperature} must be a finite number >= 0; 0 is greedy decoding")
+        if self.top_k < 0:
+            raise UserError(f"top_k={self.top_k} must be >= 0; 0 switches it off")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must lie in (0, 1]; 1.0 switches it off")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed={self.seed} must lie in [0, 2**63)")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +145,9 @@ class Draft:
     depth: int  # drafted nodes on the path from the anchor to the tip
     scores: list[float] = field(default_factory=list[float])  # one a stage
     stops: list[int] = field(default_factory=list[int])  # number of nodes after each stage
-    probs: list[Float[Tensor, "_ V"]] = field(default_factory=list[Tensor])  # one a stage, only when the drafter samples
+    probs: list[Float[Tensor, "_ V"]] = field(
+        default_factory=list[Tensor]
+    )  # one a stage, only when the drafter samples
 
     @classmethod
     def rooted(cls, anchor: int, position: int) -> "Draft":
@@ -219,6 +251,7 @@ class StageRequest:
     slot: int
     anchor: int
     index: int
+    sampling: Sampling | None = None  # None: the drafter's most likely tokens
 
 
 @dataclass(frozen=True, kw_only=True)

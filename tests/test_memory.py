@@ -191,6 +191,7 @@ class Forced:
 
     counts: list[int]
     drafts: list[Draft] = field(default_factory=list)
+    drafting: None = None
 
     def first(self, logits: Tensor, position: int) -> int:
         return 1

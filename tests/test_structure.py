@@ -15,7 +15,7 @@ MAX_FUNCTION_LINES = 40  # docstrings are not counted: they are asked for, not p
 MAX_FILE_LINES = 300
 
 ALGORITHM = {"types", "sampling", "gate", "errors"}
-ALLOWED = {"errors": set(), "types": {"errors"}, "sampling": {"errors"}}
+ALLOWED = {"errors": set(), "types": {"errors"}, "sampling": {"types"}}
 ALLOWED |= {name: ALGORITHM for name in ("loop", "gate", "judge")}
 FORBIDDEN = {"drafters": {"targets", "api", "load"}, "targets": {"drafters", "api", "load"}}
 TOP = {"cli", "bench", "serve", "__main__"}  # sit on everything; nothing below imports them
@@ -61,12 +61,15 @@ def length_faults(module: str, source: str) -> list[str]:
 
 
 def documentation_faults(module: str, source: str) -> list[str]:
-    """Modules, public classes and public functions say what they give; methods are their class's or protocol's."""
+    """Modules, public classes and public functions say what they give; methods are their class's or protocol's.
+
+    Of `cli`, nobody's library, only the modules and the commands (whose docstrings are the help).
+    """
     tree = ast.parse(source)
     faults = [module] if tree.body and not ast.get_docstring(tree) else []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            if not ast.get_docstring(node):
+            if not ast.get_docstring(node) and (not module.startswith("cli.") or node.name == "Command"):
                 faults.append(f"{module}.{node.name}")
     return faults
 
@@ -95,6 +98,7 @@ def test_the_package_keeps_its_shape(check):
         ("documentation", "x", "x = 1"),
         ("documentation", "x", '"""Doc."""\ndef f(): ...'),
         ("documentation", "x", '"""Doc."""\nclass C: ...'),
+        ("documentation", "cli.x", '"""Doc."""\nclass Command: ...'),
     ],
 )
 def test_planted_faults_are_found(check, module, source):

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from dloop.api import Generation, Settings, Stream, start
+from dloop.api import Settings, Stream, finished, start
 from dloop.chat import Growing, Tokenizer, load_tokenizer
 from dloop.cli.generate import Command, Prompt
 from dloop.drafters.block import BlockDrafter
@@ -85,17 +85,8 @@ def decode(stream: Stream, prompt_ids: list[int], tokenizer: Tokenizer | None, *
         started = time.perf_counter()
     say(growing.finish())
     say.end()
-    assert stream.finish_reason is not None
-    generation = Generation(
-        tokens=growing.tokens,
-        first=stream.first,
-        rounds=rounds,
-        finish_reason=stream.finish_reason,
-        seed=stream.seed,
-        exact=False,
-    )
     text = say.text if tokenizer else None
-    return Answer(prompt_ids=prompt_ids, generation=generation, text=text, decode_s=decode_s)
+    return Answer(prompt_ids=prompt_ids, generation=finished(stream, rounds), text=text, decode_s=decode_s)
 
 
 class Voice:

@@ -11,20 +11,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from dloop.api import Settings, Stream, check_prompt, limits_of, sampling_of
+from dloop.api import Settings, start
 from dloop.chat import Tokenizer, load_tokenizer
 from dloop.cli.answer import decode as decode_stream
 from dloop.cli.answer import device_of
 from dloop.cli.demo import PROMPTS, Command
 from dloop.drafters.block import BlockDrafter
 from dloop.errors import UserError
-from dloop.gate import NEVER_OPENS, FixedGate
+from dloop.gate import NEVER_OPENS
 from dloop.judge import Match
 from dloop.load import DTypeName, load_drafter, load_target
-from dloop.loop import Session, decode, run_one
 from dloop.records import Answer, dumps
 from dloop.targets.hf import HFTarget
-from dloop.types import Draft, Verdict
+from dloop.types import Draft, Sampling, Verdict
 
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.25}  # largest gap of logits that rounding can turn over
 WARM_UP_TOKENS = 8
@@ -76,6 +75,11 @@ class Keeping:
 
     judge: Match
     rows: list[Float[Tensor, " V"]] = field(default_factory=list[Tensor])
+
+    @property
+    def drafting(self) -> Sampling | None:
+        """As the judge says."""
+        return self.judge.drafting
 
     def first(self, logits: Float[Tensor, " V"], position: int) -> int:
         self.rows.append(logits)
@@ -193,14 +197,9 @@ def decode_one(pair: Pair, way: Way, kind: str, max_new_tokens: int) -> Decoded:
     tokenizer, target, text = pair.tokenizer, pair.target, PROMPTS[kind]
     chat = tokenizer.has_template
     ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
-    prompt = check_prompt(ids, target, max_new_tokens)
-    drafter = way.drafter
-    session = Session(target.open(drafter.taps if drafter else ()), drafter.open() if drafter else None)
-    judge = Keeping(Match(sampling_of(settings)))
-    task = decode(
-        session, 0, prompt, gate=FixedGate(way.gate), judge=judge, limits=limits_of(settings, target, drafter)
-    )
-    answer = decode_stream(Stream(run_one(task, session), None), prompt, tokenizer, quiet=True)
+    judge = Keeping(Match(Sampling()))
+    stream = start(target, way.drafter, ids, settings, judge)
+    answer = decode_stream(stream, ids, tokenizer, quiet=True)
     return Decoded(answer, judge.rows)
 
 

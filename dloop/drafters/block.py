@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.gap import new_gap_rows
 from dloop.drafters.memory import KeyValues, SlotMemory, join
+from dloop.sampling import GREEDY, Draw
 from dloop.types import Features, Stage, StageRequest, Vocabulary
 
 
@@ -115,6 +116,7 @@ class Proposal(NamedTuple):
     tokens: Int[Tensor, "... k"]
     logp: Float[Tensor, "... k"]  # of the token, float32
     top_logp: Float[Tensor, "... k"]  # of the row's most likely token, float32
+    probs: Float[Tensor, "... k V"] | None  # the law the tokens were drawn from; None: nothing was drawn
 
 
 class BlockModel(nn.Module):
@@ -162,7 +164,7 @@ class BlockModel(nn.Module):
 
     @abstractmethod
     def propose(
-        self, hidden: Float[Tensor, "... B D"], anchor: Int[Tensor, "..."], vocabulary: Vocabulary
+        self, hidden: Float[Tensor, "... B D"], anchor: Int[Tensor, "..."], vocabulary: Vocabulary, draw: Draw = GREEDY
     ) -> Proposal:
         """Turn one stage's final states into its tokens, left to right, without a device-to-host copy."""
 
@@ -252,8 +254,8 @@ class BlockMemory:
         positions = torch.arange(start, start + config.block_size, device=weight.device)[None]
         hidden = model.stage(F.embedding(ids, weight)[None], positions, state.memory.layers())[0]
         state.hidden.append(hidden)
-        proposal = model.propose(hidden, ids[0], self.drafter.vocabulary)
-        return read_out(proposal)
+        draw = Draw(request.sampling, start + 1)
+        return read_out(model.propose(hidden, ids[0], self.drafter.vocabulary, draw))
 
     def _fill_gap(self, state: SlotState, index: int) -> None:
         """Append the earlier stages' own final states as context of the positions nobody has verified yet."""
@@ -262,8 +264,9 @@ class BlockMemory:
         if not rows:  # a stage of one token has no state between its two anchors
             return
         states = torch.stack([state.hidden[row.stage][row.row] for row in rows])[None]
-        offsets = torch.tensor([[state.memory.committed + row.offset for row in rows]], device=states.device)
-        state.memory.append(self.drafter.model.project(states, offsets))
+        first = state.memory.committed + rows[0].offset  # offsets are consecutive in every reading
+        positions = torch.arange(first, first + len(rows), device=states.device)[None]
+        state.memory.append(self.drafter.model.project(states, positions))
 
 
 def read_out(proposal: Proposal) -> Stage:
@@ -277,4 +280,5 @@ def read_out(proposal: Proposal) -> Stage:
         logp=logp,
         spine=list(range(count)),
         score=sum(top_logp),
+        probs=proposal.probs,
     )

@@ -151,7 +151,7 @@ def read_gap_rows(reader: Reader) -> GapRows:
     value = cast(Json, own).get("gap_rows", "producing") if isinstance(own, Mapping) else own
     if value not in READINGS:
         raise reader.fail(f"dloop_config.gap_rows={value!r} is not known; choose one of {', '.join(READINGS)}")
-    return cast(GapRows, value)
+    return value
 
 
 def read_dspark(raw: Json, source: str) -> DSparkConfig:

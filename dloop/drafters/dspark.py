@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from dloop.drafters.block import BlockModel, Proposal
 from dloop.drafters.config import DSparkConfig
+from dloop.sampling import GREEDY, Draw
 from dloop.types import Vocabulary
 
 
@@ -28,12 +29,13 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
     def step(
-        self, hidden: Float[Tensor, "... D"], previous: Float[Tensor, "... r"], state: Float[Tensor, "... r"]
-    ) -> tuple[Float[Tensor, "... r"], Float[Tensor, "... r"]]:
-        """(what `markov_w2` turns into the bias, the next state) for one row; only "rnn" uses the state."""
+        self, hidden: Float[Tensor, "... D"], previous: Float[Tensor, "... r"], state: Float[Tensor, "... r"] | None
+    ) -> tuple[Float[Tensor, "... r"], Float[Tensor, "... r"] | None]:
+        """(what `markov_w2` turns into the bias, the next state) for one row; only "rnn" has a state (None: zero)."""
         if self.kind == "gated":
             return torch.sigmoid(self.gate_proj(torch.cat([hidden, previous], -1))) * previous, state
         if self.kind == "rnn":
+            state = torch.zeros_like(previous) if state is None else state
             update, candidate, output = self.joint_proj(torch.cat([state, previous, hidden], -1)).chunk(3, -1)
             keep = torch.sigmoid(update)
             return torch.tanh(output), keep * state + (1 - keep) * torch.tanh(candidate)
@@ -44,9 +46,8 @@ class MarkovHead(nn.Module):
     ) -> Float[Tensor, "... k r"]:
         """All rows of a block with known previous tokens (training); the state starts at zero in every block."""
         if self.kind != "rnn":
-            return self.step(hidden, previous, previous)[0]
-        state = torch.zeros_like(previous[..., 0, :])
-        rows: list[Tensor] = []
+            return self.step(hidden, previous, None)[0]
+        rows, state = list[Tensor](), None
         for index in range(hidden.shape[-2]):
             row, state = self.step(hidden[..., index, :], previous[..., index, :], state)
             rows.append(row)
@@ -61,9 +62,7 @@ class ConfidenceHead(nn.Module):
         self.with_markov = config.confidence_with_markov
         self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.with_markov else 0), 1)
 
-    def forward(
-        self, hidden: Float[Tensor, "... D"], previous: Float[Tensor, "... r"] | None
-    ) -> Float[Tensor, "..."]:
+    def forward(self, hidden: Float[Tensor, "... D"], previous: Float[Tensor, "... r"] | None) -> Float[Tensor, "..."]:
         inputs = hidden if previous is None or not self.with_markov else torch.cat([hidden, previous], -1)
         return self.proj(inputs)[..., 0].float()
 
@@ -79,21 +78,22 @@ class DSpark(BlockModel):
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
 
     def propose(
-        self, hidden: Float[Tensor, "... k D"], anchor: Int[Tensor, "..."], vocabulary: Vocabulary
+        self,
+        hidden: Float[Tensor, "... k D"],
+        anchor: Int[Tensor, "..."],
+        vocabulary: Vocabulary,
+        draw: Draw = GREEDY,
     ) -> Proposal:
-        base = F.linear(hidden, vocabulary.head)
-        if self.markov_head is None:
-            return measure(base, base.argmax(-1))
-        head, previous = self.markov_head, anchor
-        state = torch.zeros_like(head.markov_w1(anchor))
-        logits: list[Tensor] = []
-        tokens: list[Tensor] = []
+        """Row by row: each token's Markov bias shifts the next row's logits."""
+        logits = list(F.linear(hidden, vocabulary.head).unbind(-2))
+        head, tokens, state = self.markov_head, [anchor], None
         for row in range(hidden.shape[-2]):
-            features, state = head.step(hidden[..., row, :], head.markov_w1(previous), state)
-            logits.append(base[..., row, :] + head.markov_w2(features))
-            previous = logits[-1].argmax(-1)
-            tokens.append(previous)
-        return measure(torch.stack(logits, -2), torch.stack(tokens, -1))
+            if head is not None:
+                embedded = head.markov_w1(tokens[-1])
+                features, state = head.step(hidden[..., row, :], embedded, state)
+                logits[row] = logits[row] + head.markov_w2(features)
+            tokens.append(draw.token(logits[row], row))
+        return measure(torch.stack(logits, -2), torch.stack(tokens[1:], -1), draw)
 
     def teacher_forced(
         self, hidden: Float[Tensor, "... k D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary
@@ -108,7 +108,8 @@ class DSpark(BlockModel):
         return logits, confidence
 
 
-def measure(logits: Float[Tensor, "... k V"], tokens: Int[Tensor, "... k"]) -> Proposal:
-    """Float32 log-probabilities over the whole vocabulary: of the chosen tokens, and of each row's most likely one."""
+def measure(logits: Float[Tensor, "... k V"], tokens: Int[Tensor, "... k"], draw: Draw) -> Proposal:
+    """Float32 log-probabilities over the whole vocabulary, un-tempered, and the law the tokens were drawn from."""
     logp = logits.float().log_softmax(-1)
-    return Proposal(tokens=tokens, logp=logp.gather(-1, tokens[..., None])[..., 0], top_logp=logp.max(-1).values)
+    chosen = logp.gather(-1, tokens[..., None])[..., 0]
+    return Proposal(tokens=tokens, logp=chosen, top_logp=logp.max(-1).values, probs=draw.law(logits))
