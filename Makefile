@@ -25,6 +25,9 @@ venv: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/dloop demo
 
+# Tiny models gain nothing from a second thread, and threads of busy cores wait for one another.
+test check: export OMP_NUM_THREADS ?= 1
+
 test: $(INSTALLED)
 	$(BIN)/python -m dloop.offline
 	$(BIN)/python -m pytest -m "not gpu"

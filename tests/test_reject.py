@@ -1,0 +1,170 @@
+"""Speculative sampling keeps the target's law exactly: chi-square against the product of the target's probabilities."""
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import dloop
+from dloop.gate import FixedGate
+from dloop.judge import Match, Reject
+from dloop.loop import Limits, Session, decode, run_one
+from dloop.sampling import Draw, law
+from dloop.testing import ScriptedDrafter, TableTarget, chain, good_drafter, tiny_target
+from dloop.types import Draft, Features, First, Sampling, Stage, StageRequest, Verdict
+
+V, K, LENGTH = 4, 2, 3
+PROMPT = [1, 2]
+RUNS = 3000
+CRITICAL = {63: 110.0}  # chi-square, p = 0.0002
+
+
+@dataclass
+class DrawingDrafter(ScriptedDrafter):
+    """Draws each token from a table of its own, which is the target's with noise, and says from what law."""
+
+    table: TableTarget | None = None
+    spoil: float = 1.0  # what is said about the law is this power of the truth
+
+    def _stage(self, request: StageRequest) -> Stage:
+        assert self.table is not None
+        tail = self.tails[request.slot] if request.index else [request.anchor]
+        text = self.texts[request.slot] + tail
+        logits, tokens, draw = [], [], Draw(request.sampling, len(text))
+        for row in range(K):
+            logits.append(self.table.logits(text + tokens))
+            tokens.append(int(draw.token(logits[-1], row)))
+        rows = torch.stack(logits)
+        score = rows.log_softmax(-1).max(-1).values.sum().item()
+        self.tails[request.slot] = tail + tokens
+        probs = draw.law(rows)
+        said = None if probs is None else probs**self.spoil
+        return replace(chain(tokens, score), probs=None if said is None else said / said.sum(-1, keepdim=True))
+
+
+class AcceptsByP(Reject):
+    """Planted: accepts with probability p instead of p / q."""
+
+    def __call__(self, draft: Draft, logits: torch.Tensor) -> Verdict:
+        return super().__call__(replace(draft, probs=[torch.ones_like(q) for q in draft.probs]), logits)
+
+
+class ForgetsTheResidual(Reject):
+    """Planted: after a rejection it draws from p, not from what p has beyond q."""
+
+    def __call__(self, draft: Draft, logits: torch.Tensor) -> Verdict:
+        verdict = super().__call__(draft, logits)
+        node = verdict.path[-1] if verdict.path else 0
+        return replace(verdict, bonus=Match(self.sampling).choose(logits[node][None], [draft.positions[node] + 1])[0])
+
+
+def statistic(judge: type[Reject], gate: float, sampling: Sampling, spoil: float = 1.0) -> float:
+    """Chi-square of the first three tokens over all runs, cells of less than 5 expected runs pooled."""
+    target = TableTarget.random(V, seed=3, scale=1.0)
+    noisy = TableTarget(target.table + torch.randn(target.table.shape, generator=torch.Generator().manual_seed(1)))
+    counts = dict.fromkeys(itertools.product(range(V), repeat=LENGTH), 0)
+    limits = Limits(max_new_tokens=LENGTH, max_stages=3, context=1000)
+    for seed in range(RUNS):
+        session = Session(target, DrawingDrafter(stage_len=K, script=lambda *_: chain([]), table=noisy, spoil=spoil))
+        rule = judge(replace(sampling, seed=seed))
+        task = decode(session, 0, PROMPT, gate=FixedGate(gate), judge=rule, limits=limits)
+        tokens = [t for e in run_one(task, session) for t in ([e.token] if isinstance(e, First) else e.emitted)]
+        counts[tuple(tokens)] += 1
+    found, expected = [], []
+    for text in counts:
+        chance = 1.0
+        for i, token in enumerate(text):
+            chance *= law(target.logits([*PROMPT, *text[:i]])[None], sampling)[0, token].item()
+        found.append(counts[text])
+        expected.append(RUNS * chance)
+    assert all(e > 0 or f == 0 for f, e in zip(found, expected, strict=True)), "a forbidden token was drawn"
+    small = [i for i, e in enumerate(expected) if e < 5]
+    cells = [(f, e) for f, e in zip(found, expected, strict=True) if e >= 5]
+    cells.append((sum(found[i] for i in small), sum(expected[i] for i in small)))
+    return sum((f - e) ** 2 / e for f, e in cells if e > 0)
+
+
+SAMPLINGS = [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=3, top_p=0.9)]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("gate", [1.0, -1.0, float("-inf")], ids=["host", "gated", "always"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["plain", "processed"])
+def test_the_text_follows_the_target_s_law(gate, sampling):
+    assert statistic(Reject, gate, sampling) < CRITICAL[63]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("judge", [AcceptsByP, ForgetsTheResidual])
+def test_a_wrong_rule_is_caught(judge):
+    assert statistic(judge, float("-inf"), SAMPLINGS[0]) > 1.5 * CRITICAL[63]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_drafter_that_misstates_its_law_is_caught():
+    assert statistic(Reject, 1.0, SAMPLINGS[0], spoil=0.2) > 1.5 * CRITICAL[63]
+
+
+def one_token_draft(q: torch.Tensor, token: int, position: int = 7) -> Draft:
+    return Draft.rooted(0, position).graft(replace(chain([token]), probs=q[None]))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_acceptance_is_the_overlap_of_the_two_laws():
+    logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(5))
+    p, q = law(2 * logits, Sampling(temperature=1.0))
+    accepted = 0
+    for seed in range(4000):
+        sampling = Sampling(temperature=1.0, seed=seed)
+        token = int(Draw(sampling, 8).token(2 * logits[1], 0))
+        accepted += len(Reject(sampling)(one_token_draft(q, token), 2 * logits[:1].expand(2, -1)).path)
+    assert accepted / 4000 == pytest.approx(torch.minimum(p, q).sum().item(), abs=0.02)
+
+
+def test_a_token_the_target_forbids_is_never_accepted_and_equal_laws_always_accept():
+    sampling = Sampling(temperature=1.0, top_k=1, seed=4)
+    logits = torch.tensor([[5.0, 1.0, 0.0], [0.0, 1.0, 5.0]])
+    q = torch.tensor([0.0, 1.0, 0.0])
+    verdict = Reject(sampling)(one_token_draft(q, 1), logits)
+    assert verdict.path == [] and verdict.bonus == 0
+    sampling = Sampling(temperature=1.0, seed=4)
+    same = law(logits[:1], sampling)[0]
+    assert all(Reject(replace(sampling, seed=s))(one_token_draft(same, 0), logits).path == [1] for s in range(50))
+
+
+def test_drafts_without_their_law_and_trees_are_refused():
+    rule = Reject(Sampling(temperature=1.0))
+    with pytest.raises(ValueError, match="law"):
+        rule(Draft.rooted(0, 3).graft(chain([1])), torch.zeros(2, 4))
+    tree = Stage(tokens=[1, 2], parents=[-1, -1], logp=[0.0, 0.0], spine=[0], score=0.0, probs=torch.full((2, 4), 0.25))
+    with pytest.raises(ValueError, match="chain"):
+        rule(Draft.rooted(0, 3).graft(tree), torch.zeros(3, 4))
+
+
+def test_a_seed_repeats_the_run_and_rejection_is_the_default_with_a_temperature():
+    target = tiny_target("llama", seed=2)
+    drafter = good_drafter(target, [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9]])
+    settings = {"max_new_tokens": 24, "loop_gate": -2.0, "temperature": 1.0, "top_k": 20}
+    first = dloop.generate(target, drafter, [5, 6, 7], seed=11, **settings)
+    again = dloop.generate(target, drafter, [5, 6, 7], seed=11, verify="reject", **settings)
+    other = dloop.generate(target, drafter, [5, 6, 7], seed=12, **settings)
+    assert first.tokens == again.tokens != other.tokens
+    drawn = [probs for r in first.rounds for probs in r.draft.probs]
+    assert drawn and all(probs.dtype == torch.float32 for probs in drawn)
+    matched = dloop.generate(target, drafter, [5, 6, 7], 8, temperature=1.0, verify="match")
+    assert all(not r.draft.probs for r in matched.rounds)
+
+
+def test_scores_stay_untempered_top_one():
+    """The gate reads the drafter's certainty, not the drawn token's: the same at any temperature for one anchor."""
+    target = tiny_target("qwen3", seed=6)
+    drafter = good_drafter(target, [[5, 6, 7, 8]])
+    features = target.features(torch.tensor([[5, 6, 7]]), drafter.taps)
+    stages = []
+    for sampling in (None, Sampling(temperature=5.0, seed=1)):
+        memory = drafter.open()
+        memory.extend(0, 0, [5, 6, 7], Features(taps=features.taps[0], last=features.last[0]))
+        stages += memory.draft([StageRequest(slot=0, anchor=8, index=0, sampling=sampling)])
+    assert stages[0].probs is None and stages[1].probs is not None
+    assert stages[0].logp[0] >= stages[1].logp[0]
