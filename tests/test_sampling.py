@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dloop import sampling
 from dloop.errors import UserError
-from dloop.sampling import Sampling, fresh_seed, gumbel, process, uniform
+from dloop.sampling import fresh_seed, gumbel, process, uniform
+from dloop.types import GREEDY_BELOW, Sampling
 
 MASK = 2**64 - 1
 V = 7
@@ -260,7 +260,7 @@ def test_impossible_settings_are_refused(wrong, named):
 def test_greedy_is_a_temperature_below_the_published_threshold():
     assert Sampling().is_greedy and Sampling(temperature=0.99e-5).is_greedy
     assert not Sampling(temperature=1e-5).is_greedy
-    assert sampling.GREEDY_BELOW == 1e-5
+    assert GREEDY_BELOW == 1e-5
 
 
 def test_fresh_seeds_are_valid_and_differ():

@@ -179,7 +179,7 @@ class Interrupt:
             signal.signal(signal.SIGINT, self._ask)
 
     def check(self) -> None:
-        """Refuse counts that cannot be. Raises UserError."""
+        """Raise KeyboardInterrupt if an end was asked for."""
         if self.asked:
             raise KeyboardInterrupt
 
@@ -205,6 +205,7 @@ def steps_per_epoch(data: TokenFile, settings: TrainSettings) -> int:
 
 
 def check(settings: TrainSettings) -> None:
+    """Refuse counts that cannot be. Raises UserError."""
     for name in ("num_steps", "batch_size", "accumulation_steps", "log_interval", "save_interval"):
         if getattr(settings, name) < 1:
             raise UserError(f"{name}={getattr(settings, name)} must be at least 1")
