@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypedDict, cast, runtime_checkable
+from typing import Protocol, TypedDict, cast, overload, runtime_checkable
 
 from jinja2 import TemplateError
 
@@ -27,10 +27,19 @@ class HFTokenizer(Protocol):
 
     chat_template: object
 
+    @overload
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, list[int]]: ...
+    @overload
+    def __call__(self, text: list[str], *, add_special_tokens: bool = True) -> Mapping[str, list[list[int]]]: ...
 
     def apply_chat_template(
-        self, conversation: Sequence[Message], *, add_generation_prompt: bool, tokenize: bool, enable_thinking: bool
+        self,
+        conversation: Sequence[Message],
+        *,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        enable_thinking: bool,
     ) -> str: ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
@@ -53,15 +62,32 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation up to where the answer begins; thinking off where a template knows the word."""
-        if not self.has_template:
+        return self.encode_rendered(self.render(messages, answer=True))
+
+    def render(
+        self, messages: Sequence[Message], *, answer: bool, thinking: bool = False, template: str | None = None
+    ) -> str:
+        """A conversation as the chat template (or this one) writes it; `answer`: up to where the next one begins."""
+        if not self.has_template and template is None:
             raise UserError(f"the tokenizer of {self.name} has no chat template; use --no-chat and a plain prompt")
         try:
-            rendered = self.inner.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, enable_thinking=False
+            return self.inner.apply_chat_template(
+                messages,
+                chat_template=template,
+                add_generation_prompt=answer,
+                tokenize=False,
+                enable_thinking=thinking,
             )
         except TemplateError as error:
             raise UserError(f"the chat template of {self.name} refuses these messages: {error}") from error
-        return self.inner(rendered, add_special_tokens=False)["input_ids"]
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """A text that holds its special tokens already."""
+        return self.inner(text, add_special_tokens=False)["input_ids"]
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """The same for many texts at once."""
+        return self.inner(texts, add_special_tokens=False)["input_ids"] if texts else []
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text a reader sees."""

@@ -18,6 +18,7 @@ from dloop.checkpoint import write_checkpoint
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.config import DSparkConfig, MarkovHeadType, write_dspark
 from dloop.drafters.dspark import DSpark
+from dloop.export import Layout, in_layout
 from dloop.loop import Session, Task, run_many
 from dloop.targets.hf import HFTarget
 from dloop.types import Features, FinishReason, First, GapRows, Round, Rows, Seen, Stage, StageRequest
@@ -25,7 +26,6 @@ from dloop.types import Features, FinishReason, First, GapRows, Round, Rows, See
 Kind = Literal["qwen3", "qwen2", "llama", "llama_tied"]
 KINDS: tuple[Kind, ...] = ("qwen3", "qwen2", "llama", "llama_tied")
 HIDDEN_SIZE = 32
-Layout = Literal["specforge", "deepspec"]
 Script = Callable[[list[int], int], Stage]  # (the text up to the anchor, included; index of the stage) -> the stage
 
 
@@ -127,13 +127,7 @@ def write_drafter(drafter: BlockDrafter, folder: Path, layout: Layout, max_shard
     """Save a DSpark drafter as SpecForge does (nested config) or as DeepSpec does (flat, own embedding and head)."""
     config = write_dspark(cast(DSparkConfig, drafter.config), str(drafter.vocabulary.head.dtype).removeprefix("torch."))
     tensors = dict(drafter.model.state_dict())
-    if layout == "deepspec":
-        nested = cast(dict[str, object], config.pop("dflash_config"))
-        kept = {key: value for key, value in nested.items() if key not in ("projector_type", "attention_mode")}
-        config |= {"architectures": ["Qwen3DSparkModel"], **kept}
-        tensors["embed_tokens.weight"] = drafter.vocabulary.embedding.clone()
-        tensors["lm_head.weight"] = drafter.vocabulary.head.clone()
-    write_checkpoint(folder, config, tensors, max_shard_bytes)
+    write_checkpoint(folder, *in_layout(layout, config, tensors, drafter.vocabulary), max_shard_bytes)
     return folder
 
 

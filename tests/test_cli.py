@@ -32,15 +32,26 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 OPTIONS = {
     "demo": "--loop-gate --max-new-tokens --prompts --dtype --device --model --draft-model --json --no-json --debug "
     "--no-debug",
-    "generate": "--model --draft-model --baseline --no-baseline --dtype --device --revision --draft-revision --prompt "
-    "--prompt-file --prompt-ids --messages --chat --no-chat --loop-gate --gate-sum --max-stages --gap-rows "
-    "--max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed --verify --exact --no-exact --tree-budget "
-    "--stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth --mtp-k --json --no-json --debug --no-debug "
-    "--trace --no-trace",
+    "generate": "--model --draft-model --baseline --no-baseline --dtype --device --revision --draft-revision "
+    "--loop-gate --gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p "
+    "--seed --verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta "
+    "--draft-depth --mtp-k --prompt --prompt-file --prompt-ids --messages --chat --no-chat --json --no-json --debug "
+    "--no-debug --trace --no-trace",
+    "chat": "--model --draft-model --baseline --no-baseline --dtype --device --revision --draft-revision --loop-gate "
+    "--gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
+    "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
+    "--mtp-k --system --json --no-json --debug --no-debug --trace --no-trace",
+    "export": "--draft-model --model --layout --output-dir --max-shard-bytes --overwrite --no-overwrite --revision "
+    "--draft-revision --json --no-json --debug --no-debug",
+    "bench": "--model --draft-model --baseline --no-baseline --dtype --device --revision --draft-revision --loop-gate "
+    "--gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
+    "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
+    "--mtp-k --dataset --data-dir --max-samples --chat --no-chat --json --no-json --debug --no-debug --output-dir "
+    "--overwrite --no-overwrite",
     "train": "--target-model-path --target-model-backend --draft-init-path --draft-config-path --init-layers "
-    "--train-data-path --max-length --output-dir --resume --no-resume --num-epochs --max-steps --batch-size "
-    "--accumulation-steps --learning-rate --warmup-ratio --max-grad-norm --seed --log-interval "
-    "--save-interval --num-anchors --loss-decay-gamma --dspark-ce-loss-alpha --dspark-l1-loss-alpha "
+    "--train-data-path --chat-template --strict-data --no-strict-data --max-length --output-dir --resume --no-resume "
+    "--num-epochs --max-steps --batch-size --accumulation-steps --learning-rate --warmup-ratio --max-grad-norm --seed "
+    "--log-interval --save-interval --num-anchors --loss-decay-gamma --dspark-ce-loss-alpha --dspark-l1-loss-alpha "
     "--dspark-confidence-head-alpha --dloop-max-stage --dloop-loss-weight --gap-rows --dtype --device "
     "--cache-features --no-cache-features --compile --no-compile --cuda-graphs --no-cuda-graphs --json "
     "--no-json --debug --no-debug",
@@ -148,7 +159,7 @@ def test_help_lists_the_commands_fast_and_without_torch():
         assert f"  {name} " in done.stdout and about in done.stdout
 
 
-@pytest.mark.parametrize("name", ["demo", "generate"])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_help_of_a_command_needs_no_torch(name):
     code = (
         f"import sys; from dloop.cli.main import entry; entry([{name!r}, '--help']); sys.exit('torch' in sys.modules)"

@@ -121,6 +121,7 @@ def test_decay_stops_at_the_first_unlabelled_row_only_with_prefix():
     labelled = torch.tensor([True, False, True])
     assert decay_weights(labelled, None, prefix=True).tolist() == [1, 0, 0]
     assert decay_weights(labelled, None, prefix=False).tolist() == [1, 0, 1]
+    assert decay_weights(labelled, float("inf"), prefix=True).tolist() == [1, 0, 0]
     assert decay_weights(labelled, 2.0, prefix=False)[2] == pytest.approx(np.exp(-1.0))
 
 

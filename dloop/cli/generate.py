@@ -19,12 +19,8 @@ LOOP_ONLY = ("draft_model", "draft_revision", "loop_gate", "gate_sum", "max_stag
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Common):
-    """Decode one prompt: the text goes to standard output as it comes, one line of numbers to standard error.
-
-    The text is the one the target alone gives; the drafter only makes it come faster. With --json, nodes in
-    `parents` and `path` are numbered through a round's whole draft: 0 is the anchor, 1 the first drafted token.
-    """
+class Decoding(Common):
+    """The flags of a decode: all but the prompt."""
 
     model: str = required("target: a folder, a hub id owner/name, or smollm2 (small, fetched once)", group=MODELS)
     draft_model: str | None = option(
@@ -35,14 +31,6 @@ class Command(Common):
     device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one", group=MODELS)
     revision: str | None = option(None, "the target's branch, tag or commit on the hub", group=MODELS)
     draft_revision: str | None = option(None, "the drafter's branch, tag or commit on the hub", group=MODELS)
-
-    prompt: str | None = option(None, "a text", group=PROMPT)
-    prompt_file: Path | None = option(None, "a file in UTF-8; - or no prompt flag at all: standard input", group=PROMPT)
-    prompt_ids: tuple[int, ...] | None = option(None, "token ids, taken as they are", group=PROMPT)
-    messages: str | None = option(None, 'a conversation in JSON: [{"role": "user", "content": "Hello"}]', group=PROMPT)
-    chat: bool | Literal["auto"] = option(
-        "auto", "put the text into the target's chat template, thinking off; auto: if it has one", group=PROMPT
-    )
 
     loop_gate: float = option(
         1.0,
@@ -79,6 +67,23 @@ class Command(Common):
     draft_depth: int | None = option(None, "drafting steps of a stage (EAGLE-3)", group=TREES)
     mtp_k: int | None = option(None, "drafting steps of a stage (MTP)", group=TREES)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Decoding):
+    """Decode one prompt: the text goes to standard output as it comes, one line of numbers to standard error.
+
+    The text is the one the target alone gives; the drafter only makes it come faster. With --json, nodes in
+    `parents` and `path` are numbered through a round's whole draft: 0 is the anchor, 1 the first drafted token.
+    """
+
+    prompt: str | None = option(None, "a text", group=PROMPT)
+    prompt_file: Path | None = option(None, "a file in UTF-8; - or no prompt flag at all: standard input", group=PROMPT)
+    prompt_ids: tuple[int, ...] | None = option(None, "token ids, taken as they are", group=PROMPT)
+    messages: str | None = option(None, 'a conversation in JSON: [{"role": "user", "content": "Hello"}]', group=PROMPT)
+    chat: bool | Literal["auto"] = option(
+        "auto", "put the text into the target's chat template, thinking off; auto: if it has one", group=PROMPT
+    )
+
     trace: bool = option(False, "show every token with the stage it came from, on standard error", group="output")
 
 
@@ -98,7 +103,7 @@ def run(command: Command) -> int | None:
     return answer(command, prompt, name)
 
 
-def drafter_name(command: Command) -> str | None:
+def drafter_name(command: Decoding, prog: str = "dloop generate") -> str | None:
     """The drafter to load; None is plain decoding."""
     if command.baseline:
         defaults = {field.name: field.default for field in dataclasses.fields(command)}
@@ -113,7 +118,7 @@ def drafter_name(command: Command) -> str | None:
         raise UserError(
             f"--model {command.model} needs --draft-model, a drafter trained for it, or --baseline for plain decoding"
         )
-    print("dloop generate: without --draft-model, smollm2 takes its own: --draft-model demo", file=sys.stderr)
+    print(f"{prog}: without --draft-model, smollm2 takes its own: --draft-model demo", file=sys.stderr)
     return "demo"
 
 

@@ -24,7 +24,17 @@ class Command(Common):
         "layers of the target that a new drafter's layers copy, such as 28,29; the last ones by default",
         group="models",
     )
-    train_data_path: Path = required("token file: .npz with 'flat' [tokens] and 'lens' [samples, 2]", group="data")
+    train_data_path: Path = required(
+        "conversations (.jsonl, one a line), or tokens (.npz with 'flat' [tokens] and 'lens' [samples, 2])",
+        group="data",
+    )
+    chat_template: Literal["model", "qwen"] = option(
+        "model",
+        "how conversations are written: model is the target's own template; qwen is ChatML, with the system prompt "
+        "'You are a helpful assistant.' where there is none",
+        group="data",
+    )
+    strict_data: bool = option(False, "stop at the first malformed line instead of skipping it", group="data")
     max_length: int = option(3072, "samples are cut at this many tokens", group="data")
     output_dir: Path = required("where checkpoints and train.csv go", group="run")
     resume: bool = option(False, "go on from the latest checkpoint in --output-dir", group="run")

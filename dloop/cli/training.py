@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from dloop import checkpoint
 from dloop.cli.answer import hush
 from dloop.cli.train import Command
+from dloop.cli.train_data import is_jsonl, read_jsonl
 from dloop.drafters.config import DSparkConfig, read_dspark
 from dloop.drafters.dspark import DSpark
 from dloop.errors import UserError
@@ -36,9 +38,10 @@ def run(command: Command) -> int:
     hush()
     device = ("cuda" if torch.cuda.is_available() else "cpu") if command.device == "auto" else command.device
     where = check_device(device)
-    data = TokenFile.read(command.train_data_path, command.max_length)
+    data = None if is_jsonl(command.train_data_path) else TokenFile.read(command.train_data_path, command.max_length)
     target = load_target(command.target_model_path, command.dtype, device)
     model = start_model(command, target).to(where)
+    data = data or read_jsonl(command, target, model.config)
     settings = settings_of(command, data)
     optimizer = Optimizer(model.parameters(), command.max_grad_norm)
     fingerprint = fingerprint_of(command, model.config, settings, data)
@@ -58,6 +61,12 @@ def run(command: Command) -> int:
 
 def refuse_unsupported(command: Command) -> None:
     """Flags that cannot be honoured here are refused by name, before anything is loaded."""
+    processes = os.environ.get("WORLD_SIZE") or "1"
+    if processes != "1":
+        raise UserError(
+            f"WORLD_SIZE={processes}: training runs as one process so far; start it with --nnodes 1 --nproc_per_node 1 "
+            f"or without torchrun (--accumulation-steps {processes} keeps the batch of a step)"
+        )
     if command.target_model_backend == "sglang":
         raise UserError("--target-model-backend sglang is not offered; hf runs the target inside the trainer")
     if (command.draft_init_path is None) == (command.draft_config_path is None):
@@ -165,7 +174,9 @@ def fingerprint_of(command: Command, config: DSparkConfig, settings: TrainSettin
         command.target_model_path,
         command.dtype,
     )
-    return hashlib.sha256(repr((facts, len(data), len(data.flat), data.max_length)).encode()).hexdigest()[:12]
+    size = (len(data), len(data.flat), data.max_length)
+    labels = () if data.labels is None else (hashlib.sha256(data.labels.tobytes()).hexdigest(),)
+    return hashlib.sha256(repr((facts, *size, *labels)).encode()).hexdigest()[:12]
 
 
 def follow(stream: Iterator[Record], settings: TrainSettings, done: int) -> list[Record]:

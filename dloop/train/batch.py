@@ -1,8 +1,9 @@
-"""Training batches and where they come from: token files with prompt and response lengths."""
+"""Training batches and where they come from: samples of tokens, and which of them are labels."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ class TrainBatch:
     tokens: Int[Tensor, "B T"]
     loss_mask: Bool[Tensor, "B T"]
     lengths: Int[Tensor, " B"]
-    starts: Int[Tensor, " B"]  # where each sample stands in its token file
+    starts: Int[Tensor, " B"]  # where each sample stands in its data
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.tokens, self.loss_mask, self.lengths, self.starts
@@ -31,20 +32,31 @@ class TrainBatch:
         return TrainBatch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors()))
 
 
+class Sample(NamedTuple):
+    """The tokens of one sample, and which of them the target wrote (labels)."""
+
+    tokens: np.ndarray
+    labels: np.ndarray  # bool
+
+
 @dataclass(frozen=True)
 class TokenFile:
-    """All samples of a token file: `flat` holds prompt then response of every sample, `lens` both lengths."""
+    """All samples of a data set: `flat` holds prompt then response of every sample, `lens` both lengths."""
 
     flat: np.ndarray
-    lens: np.ndarray
+    lens: np.ndarray  # the second column counts from the first label on
     starts: np.ndarray
     max_length: int
+    labels: np.ndarray | None = None  # for each token of `flat`; None: everything after a sample's prompt
 
     @classmethod
     def read(cls, path: Path, max_length: int) -> "TokenFile":
         """Read an .npz with `flat` [total] and `lens` [samples, 2]. Samples are cut at `max_length` tokens."""
         if not path.is_file():
-            raise UserError(f"--train-data-path {path} does not exist; give a token file (.npz with 'flat' and 'lens')")
+            raise UserError(
+                f"--train-data-path {path} does not exist; give conversations (.jsonl) or tokens (.npz with 'flat' "
+                "and 'lens')"
+            )
         try:
             with np.load(path) as data:
                 flat, lens = data["flat"], data["lens"].astype(np.int64)
@@ -55,24 +67,39 @@ class TokenFile:
         starts = np.concatenate([[0], lens.sum(1).cumsum()[:-1]])
         return cls(flat, lens, starts, max_length)
 
+    @classmethod
+    def of(cls, samples: Sequence[Sample], max_length: int) -> "TokenFile":
+        """Samples with labels anywhere, such as the answers of a conversation. Raises UserError without a sample."""
+        if not samples:
+            raise UserError("the data has no sample left to train on; see the summary above for the reasons")
+        totals = np.array([len(sample.tokens) for sample in samples], np.int64)
+        prompts = [int(np.argmax(sample.labels)) if sample.labels.any() else len(sample.labels) for sample in samples]
+        lens = np.stack([np.array(prompts, np.int64), totals - prompts], 1)
+        starts = np.concatenate([[0], totals.cumsum()[:-1]])
+        flat, labels = (np.concatenate(parts) for parts in zip(*samples, strict=True))
+        return cls(flat, lens, starts, max_length, labels)
+
     def __len__(self) -> int:
         return len(self.lens)
 
-    def sample(self, index: int) -> tuple[np.ndarray, int]:
-        """(tokens, prompt length) of one sample."""
-        prompt, response = self.lens[index]
-        start = self.starts[index]
-        return self.flat[start : start + min(prompt + response, self.max_length)].astype(np.int64), int(prompt)
+    def sample(self, index: int) -> Sample:
+        """One sample, cut at `max_length`."""
+        prompt, response = (int(count) for count in self.lens[index])
+        start, length = int(self.starts[index]), min(prompt + response, self.max_length)
+        tokens = self.flat[start : start + length].astype(np.int64)
+        if self.labels is None:
+            return Sample(tokens, np.arange(length) >= prompt)
+        return Sample(tokens, self.labels[start : start + length])
 
     def collate(self, indices: np.ndarray) -> TrainBatch:
         samples = [self.sample(int(index)) for index in indices]
-        lengths = torch.tensor([len(tokens) for tokens, _ in samples])
+        lengths = torch.tensor([len(sample.tokens) for sample in samples])
         width = -(-int(lengths.max()) // PAD_TO) * PAD_TO
         tokens = torch.zeros(len(samples), width, dtype=torch.int64)
         mask = torch.zeros(len(samples), width, dtype=torch.bool)
-        for row, (ids, prompt) in enumerate(samples):
-            tokens[row, : len(ids)] = torch.from_numpy(ids)
-            mask[row, prompt : len(ids)] = True
+        for row, sample in enumerate(samples):
+            tokens[row, : len(sample.tokens)] = torch.from_numpy(sample.tokens)
+            mask[row, : len(sample.tokens)] = torch.from_numpy(sample.labels)
         return TrainBatch(tokens, mask, lengths, torch.from_numpy(self.starts[indices]))
 
 

@@ -1,0 +1,192 @@
+"""What `dloop bench` does: load, share the samples among the ranks, decode, sum up."""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dloop import checkpoint
+from dloop.api import Settings
+from dloop.bench.decode import Decoder, decode_sample, warm_up
+from dloop.bench.measure import figures
+from dloop.bench.ranks import Ranks, joined
+from dloop.bench.speedup import baseline_folder, device_name, find_baseline, speedup
+from dloop.bench.store import Store, slug
+from dloop.bench.table import show
+from dloop.bench.tasks import DataSet, Sample, load
+from dloop.chat import Tokenizer, load_tokenizer
+from dloop.cli.answer import hush, setting_of
+from dloop.cli.bench import Command, as_generate, setting_name
+from dloop.cli.race import bar
+from dloop.errors import UserError
+from dloop.load import load_drafter, load_target
+from dloop.records import SCHEMA, Json, dumps, hardware, plain, versions
+
+IDENTITY = (
+    "target",
+    "draft",
+    "checkpoint_sha256",
+    "setting",
+    "dtype",
+    "hardware",
+    "data_sha256",
+    "template_sha256",
+    "versions",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One command's models and facts."""
+
+    command: Command
+    ranks: Ranks
+    decoder: Decoder
+    about: dict[str, Json]  # what the summaries of all sets share; empty on ranks that write none
+
+
+def bench(command: Command, names: Sequence[str], drafter_name: str | None) -> int:
+    """Measure these sets; 1 if any response failed."""
+    hush()
+    sets = [load(name, command.data_dir, command.max_samples) for name in names]
+    with joined() as ranks:
+        decoder = load_decoder(command, drafter_name, ranks)
+        warm_up(decoder, sets[0].samples[0])
+        run = Run(command, ranks, decoder, about(command, decoder) if ranks.leads else {})
+        summaries = [measure_set(run, data) for data in sets]
+    if not ranks.leads:
+        return 0
+    found = [summary for summary in summaries if summary is not None]
+    if command.json:
+        print(dumps({"schema": SCHEMA, "results": found}))
+    else:
+        show(found)
+    return 1 if any(summary["failures"] for summary in found) else 0
+
+
+def load_decoder(command: Command, drafter_name: str | None, ranks: Ranks) -> Decoder:
+    """The models of this rank, with their tokenizer. The baseline loads no drafter."""
+    target = load_target(command.model, command.dtype, ranks.device(command.device), command.revision)
+    tokenizer = load_tokenizer(target.folder, target.name)
+    if tokenizer is None:
+        raise UserError(f"{command.model} has no tokenizer beside its weights; the benchmarks' prompts are texts")
+    drafter = None
+    if drafter_name is not None:
+        drafter = load_drafter(drafter_name, target, command.draft_revision, command.gap_rows)
+    settings = Settings(**{field.name: getattr(command, field.name) for field in dataclasses.fields(Settings)})
+    chat = tokenizer.has_template if command.chat == "auto" else command.chat
+    return Decoder(target=target, tokenizer=tokenizer, drafter=drafter, settings=settings, chat=chat)
+
+
+def about(command: Command, decoder: Decoder) -> dict[str, Json]:
+    """Everything known before the first token; hashing reads all weights once."""
+    target, drafter = decoder.target, decoder.drafter
+    facts: dict[str, object] = {
+        "schema": SCHEMA,
+        "target": target.name,
+        "draft": drafter.name if drafter else None,
+        "family": drafter.family if drafter else None,
+        "setting_name": setting_name(command) if drafter else "baseline",
+        "setting": setting_of(as_generate(command), decoder.settings, drafter),
+        "thinking": False,
+        "template_sha256": template_sha256(decoder.tokenizer) if decoder.chat else None,
+        "checkpoint_sha256": {
+            "target": checkpoint.sha256(target.folder) if target.folder else None,
+            "draft": checkpoint.sha256(drafter.folder) if drafter and drafter.folder else None,
+        },
+        "dtype": command.dtype,
+        "device": target.device.type,
+        "hardware": hardware(target.device),
+        "versions": versions(),
+        "commit": commit(),
+    }
+    return {name: plain(value) for name, value in facts.items()}
+
+
+def measure_set(run: Run, data: DataSet) -> dict[str, Json] | None:
+    """Decode what is not on record yet; the leading rank gathers all and writes the summary."""
+    store, ranks = Store(folder_of(run, data.name)), run.ranks
+    known: dict[str, Json] = {**run.about, "dataset": data.name, "data_sha256": data.sha256}
+    order = [sample.index for sample in data.samples]
+    if ranks.leads:
+        store.prepare({key: known[key] for key in IDENTITY}, order, overwrite=run.command.overwrite)
+    ranks.wait()
+    done = store.recorded()
+    decode_all(run, data, [s for s in data.samples[ranks.rank :: ranks.world] if s.index not in done], store)
+    ranks.wait()
+    if not ranks.leads:
+        return None
+    recorded = store.recorded()
+    if missing := [index for index in order if index not in recorded]:
+        raise RuntimeError(f"{len(missing)} samples are not on record; do all ranks see the same --output-dir?")
+    responses = [response for index in order for response in recorded[index]]
+    measured = {"subset": subset_of(data), "samples": order, "ranks": ranks.world, **figures(responses)}
+    summary = known | {name: plain(value) for name, value in measured.items()}
+    summary |= speedup_of(run, summary)
+    store.finish(responses, summary)
+    return summary
+
+
+def subset_of(data: DataSet) -> dict[str, Json]:
+    """Whether these are the published samples, and what else they may be a part of."""
+    return {
+        "rows": data.rows,
+        "official_rows": data.official_rows,
+        "official_samples": data.official_samples,
+        "complete": data.is_complete,
+    }
+
+
+def decode_all(run: Run, data: DataSet, samples: Sequence[Sample], store: Store) -> None:
+    """This rank's share, each sample on record as soon as it is done."""
+    leads, total = run.ranks.leads, len(data.samples[run.ranks.rank :: run.ranks.world])
+    if leads and len(samples) < total:
+        print(f"dloop bench: {data.name}: {total - len(samples)} of {total} samples are on record", file=sys.stderr)
+    with bar(total) as progress:
+        task = progress.task_ids[0]
+        progress.update(task, description=data.name, completed=total - len(samples), visible=leads)
+        for sample in samples:
+            responses = decode_sample(run.decoder, sample)
+            store.append(run.ranks.rank, responses)
+            progress.advance(task)
+            for failed in (r.header for r in responses if r.header["error"] is not None):
+                where = f"{data.name}, sample {failed['sample']}, turn {failed['turn']}"
+                print(f"dloop bench: failed: {where}: {failed['error']}", file=sys.stderr)
+
+
+def folder_of(run: Run, dataset: str) -> Path:
+    """results/TARGET/DRAFT/DATASET/SETTING, the baseline in results/TARGET/baseline--GPU/DATASET."""
+    command, target, drafter = run.command, run.decoder.target, run.decoder.drafter
+    if drafter is None:
+        return baseline_folder(command.output_dir, target.name, device_name(hardware(target.device)), dataset)
+    return command.output_dir / slug(target.name) / slug(drafter.name) / dataset / slug(setting_name(command))
+
+
+def speedup_of(run: Run, summary: Mapping[str, Json]) -> dict[str, Json]:
+    """Against the baseline beside this run's results."""
+    target = run.decoder.target
+    device = device_name(hardware(target.device))
+    baseline = find_baseline(run.command.output_dir, target.name, device, str(summary["dataset"]))
+    value, reason = speedup(summary, baseline)
+    return {"speedup": value, "speedup_reason": reason}
+
+
+def template_sha256(tokenizer: Tokenizer) -> str:
+    """Names the chat template: with another one the same drafter accepts less or more."""
+    return hashlib.sha256(json.dumps(tokenizer.inner.chat_template, sort_keys=True).encode()).hexdigest()
+
+
+def commit() -> str | None:
+    """The commit of these sources, with -dirty where they were changed; None outside a repository of ours."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,53 @@
+"""Conversations of `dloop train`: tokenised before the first step, with progress and a summary on standard error."""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from dloop.chat import load_tokenizer
+from dloop.cli.train import Command
+from dloop.data.chat_templates import chat_template
+from dloop.data.tokenise import Collection, samples_of
+from dloop.drafters.config import DSparkConfig
+from dloop.errors import UserError
+from dloop.targets.hf import HFTarget
+from dloop.train.batch import TokenFile
+
+
+def is_jsonl(path: Path) -> bool:
+    """Whether the data are conversations. Raises UserError if they are not there."""
+    if path.suffix != ".jsonl":
+        return False
+    if not path.is_file():
+        raise UserError(f"--train-data-path {path} does not exist; give conversations (.jsonl) or tokens (.npz)")
+    return True
+
+
+def read_jsonl(command: Command, target: HFTarget, config: DSparkConfig) -> TokenFile:
+    """Samples with at least two blocks of labels."""
+    tokenizer = load_tokenizer(target.folder, target.name)
+    if tokenizer is None:
+        raise UserError(f"{target.name} has no tokenizer beside its weights; give tokens (.npz) as --train-data-path")
+    path, template = command.train_data_path, chat_template(command.chat_template, tokenizer)
+    found = Collection(path, 2 * config.block_size)
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+        task = progress.add_task("tokenising", total=count_lines(path))
+        for item in samples_of(path, template, command.max_length):
+            found.add(item, strict=command.strict_data)
+            progress.advance(task)
+    print("\n".join(found.summary()), file=sys.stderr)
+    found.check()
+    data = TokenFile.of(found.samples, command.max_length)
+    if data.flat.max() >= target.vocab_size:
+        raise UserError(
+            f"the tokenizer of {target.name} gives token {data.flat.max()}, beyond its vocabulary of "
+            f"{target.vocab_size}; fetch the checkpoint again, or use --chat-template model"
+        )
+    return data
+
+
+def count_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for _ in file)

@@ -1,0 +1,132 @@
+"""The published flags and defaults of `scripts/train_dflash.py`, turned into those of `dloop train`."""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dloop.cli.args import option, parse
+from dloop.cli.train import Command
+from dloop.errors import UserError
+
+FORMER, CHECKED = "published, refused where another value is asked for", "checked against the draft config"
+DEFAULT_EMBEDDING, DEFAULT_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# field -> (values that are taken, the way out for all others)
+TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
+    "is_preformatted": ((False,), "give conversations with roles, or tokens (.npz)"),
+    "trust_remote_code": ((False,), "code of checkpoints is never run; use a Qwen3, Qwen2 or Llama-like target"),
+    "tp_size": ((1,), "the target runs on one device; use --tp-size 1"),
+    "embedding_key": ((None, DEFAULT_EMBEDDING), "embedding and head are the loaded target's; leave it out"),
+    "lm_head_key": ((None, DEFAULT_HEAD), "embedding and head are the loaded target's; leave it out"),
+    "loss_type": ((None, "dflash", "dspark"), "the objective is DSpark's; leave it out"),
+    "dpace_alpha": ((0.5,), "the objective is DSpark's; leave it out"),
+    "position_offset_max": ((0,), "shifted positions are DFlash's; leave it out"),
+    "eval_data_path": ((None,), "leave it out, and measure a checkpoint on prompts: dloop generate --draft-model ..."),
+    "report_to": (("none",), "the log is train.csv in --output-dir; use --report-to none"),
+}
+READ_AT_ONCE = "conversations are tokenised once, before the first step, in this process"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published(Command):
+    """Train a drafter with the published flags and their published defaults; forwards to `dloop train`."""
+
+    num_epochs: int = option(6, "passes over the data", group="run")
+    chat_template: Literal["model", "qwen"] = option("qwen", "how conversations are written", group="data")
+    loss_decay_gamma: float = option(float("inf"), "row j of a stage weighs exp(-j / gamma)", group="objective")
+    block_size: int | None = option(None, "rows of a stage", group=CHECKED)
+    num_draft_layers: int | None = option(None, "layers of the drafter", group=CHECKED)
+    mask_token_id: int | None = option(None, "the token of unknown rows", group=CHECKED)
+    attention_backend: Literal["sdpa", "flex_attention", "eager"] = option(
+        "flex_attention", "taken, and told what is used instead: PyTorch's SDPA", group="speed"
+    )
+    on_the_fly_loader: bool = option(False, f"taken: {READ_AT_ONCE}", group="data")
+    dataloader_num_workers: int = option(8, f"taken: {READ_AT_ONCE}", group="data")
+    build_dataset_num_proc: int | None = option(None, f"taken: {READ_AT_ONCE}", group="data")
+    cache_dir: str | None = option(None, "taken: tokens are not kept on disk", group="data")
+    dist_timeout: int = option(30, "taken: one process waits for no other", group="run")
+    eval_interval: int = option(1000, "taken: means nothing without --eval-data-path", group="run")
+    eval_data_path: Path | None = option(None, "held-out data", group=FORMER)
+    is_preformatted: bool = option(False, "texts with the chat template already in them", group=FORMER)
+    trust_remote_code: bool = option(False, "run code of a checkpoint", group=FORMER)
+    tp_size: int = option(1, "devices of the target", group=FORMER)
+    embedding_key: str | None = option(None, "name of the target's embedding", group=FORMER)
+    lm_head_key: str | None = option(None, "name of the target's head", group=FORMER)
+    loss_type: str | None = option(None, "dflash (the checkpoint decides), or dspark", group=FORMER)
+    dpace_alpha: float = option(0.5, "of the loss type dpace", group=FORMER)
+    position_offset_max: int = option(0, "most positions that a sample is shifted by (DFlash)", group=FORMER)
+    report_to: str = option("none", "tracker", group=FORMER)
+
+
+def forwarded(prog: str, words: list[str]) -> list[str]:
+    """The same command line for `dloop train`. Notes go to standard error. Raises UserError for what is not offered."""
+    command = parse(Published, prog, words)
+    refuse(command)
+    check_draft(command)
+    for note in notes(command):
+        print(f"{prog}: {note}", file=sys.stderr)
+    result: list[str] = []
+    for field in dataclasses.fields(Command):
+        value = getattr(command, field.name)
+        if value != field.default:
+            result += as_words(field.name, value)
+    return result
+
+
+def refuse(command: Published) -> None:
+    """Raises UserError naming the flag, its value and the way out."""
+    for name, (taken, way_out) in TAKEN.items():
+        value = getattr(command, name)
+        if value not in taken:
+            shown = "" if value is True else f" {value}"
+            raise UserError(f"--{name.replace('_', '-')}{shown} is not offered: {way_out}")
+
+
+def check_draft(command: Published) -> None:
+    """The shape of a drafter is its config's: flags may repeat it, not change it. Raises UserError."""
+    given = {name: getattr(command, name) for name in ("block_size", "num_draft_layers", "mask_token_id")}
+    if all(value is None for value in given.values()) or bool(command.draft_init_path) == bool(
+        command.draft_config_path
+    ):
+        return
+    from dloop import checkpoint  # torch only from here on
+    from dloop.drafters.config import read_dspark
+    from dloop.load import DEMO
+
+    path = command.draft_config_path
+    if path is None:
+        name = command.draft_init_path or ""
+        folder = DEMO if name == "demo" else checkpoint.resolve(name, None, "--draft-init-path")
+        path = folder / "config.json"
+    config = read_dspark(checkpoint.read_json(path, "the draft config"), str(path))
+    found = {
+        "block_size": config.block_size,
+        "num_draft_layers": config.num_layers,
+        "mask_token_id": config.mask_token_id,
+    }
+    for name, value in given.items():
+        if value not in (None, found[name]):
+            raise UserError(
+                f"--{name.replace('_', '-')} {value} is not the drafter's, whose config says {found[name]} ({path}); "
+                "leave it out, or change the config of a new drafter"
+            )
+
+
+def notes(command: Published) -> list[str]:
+    """What is done in place of what was asked for, where the numbers stay the same."""
+    said: list[str] = []
+    if command.attention_backend != "sdpa":
+        said.append(f"--attention-backend {command.attention_backend}: PyTorch's SDPA is used, for the same attention")
+    if command.on_the_fly_loader:
+        said.append(f"--on-the-fly-loader: {READ_AT_ONCE}")
+    return said
+
+
+def as_words(name: str, value: object) -> list[str]:
+    """One flag as it is typed."""
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return [f"{flag}={text}"]
