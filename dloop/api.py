@@ -1,8 +1,9 @@
 """The facade: `generate`, `stream`, `generate_autoregressive`. Arguments are named like the command-line flags."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from dloop.drafters.block import BlockDrafter
 from dloop.errors import UserError
 from dloop.gate import FixedGate, GateSum
 from dloop.judge import Match, Reject
+from dloop.load import check_pair
 from dloop.loop import Judge, Limits, Session, decode, run_one
 from dloop.sampling import Sampling, fresh_seed
 from dloop.targets.hf import HFTarget
@@ -152,7 +154,7 @@ def generate(
         max_stages: most drafting stages before a verification.
         temperature, top_k, top_p, seed: 0 is greedy; without a seed a fresh one is drawn and recorded.
         verify: with a temperature, "match" (the text of plain sampling with the same seed, token for token), "reject"
-            (speculative sampling: the law of the text; accepts more) or "auto" (reject).
+            (speculative sampling: the law of the text) or "auto" (reject).
         stop_token_ids: "model" takes the target's own.
         tree_budget, stage_tree_budget, topk_k, tree_width, tree_beta, draft_depth, mtp_k: for the families that have
             them; a value the family cannot honour is refused.
@@ -168,14 +170,27 @@ def generate_autoregressive(
     target: HFTarget,
     prompt_ids: Sequence[int] | Tensor,
     max_new_tokens: int = 256,
+    loop_gate: float = 1.0,
+    gate_sum: GateSum = "last",
+    max_stages: int = 12,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int | None = None,
+    verify: Verify = "auto",
     stop_token_ids: Sequence[int] | Literal["model"] = "model",
+    tree_budget: Budget = "host",
+    stage_tree_budget: Budget = "host",
+    topk_k: int = 10,
+    tree_width: int = 12,
+    tree_beta: float = -0.2,
+    draft_depth: int | None = None,
+    mtp_k: int | None = None,
     exact: bool | Literal["auto"] = "auto",
 ) -> Generation:
-    """The plain baseline: one target forward a token. Arguments as in `generate`."""
+    """The plain baseline: one target forward a token. Same arguments as `generate`, so that one set drives both;
+    those that only concern drafting are checked and change nothing.
+    """
     settings = Settings(**{k: v for k, v in locals().items() if k not in ("target", "prompt_ids")})
     return collect(start(target, None, prompt_ids, settings))
 
@@ -191,7 +206,10 @@ def start(
 
     `judge` replaces the one the settings ask for.
     """
+    check_types(settings)
     refuse_unsupported(settings, drafter)
+    if drafter is not None:
+        check_pair(drafter.config, target, drafter.name)  # loaded for one target, handed another
     prompt = check_prompt(prompt_ids, target, settings.max_new_tokens)
     sampling = sampling_of(settings)
     limits = limits_of(settings, target, drafter)
@@ -220,9 +238,24 @@ def finished(stream: Stream, rounds: list[Round]) -> Generation:
     )
 
 
+def check_types(settings: Settings) -> None:
+    """Numbers must be numbers: a text or a fraction would go wrong far from here. NumPy's numbers are welcome."""
+    for kind, names, what in (
+        (Integral, ("max_new_tokens", "max_stages", "top_k"), "a whole number"),
+        (Real, ("loop_gate", "temperature", "top_p"), "a number"),
+        (Integral | None, ("seed", "draft_depth", "mtp_k"), "a whole number or None"),
+    ):
+        for name in names:
+            value = getattr(settings, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise UserError(f"{name}={value!r} must be {what}")
+    if not (isinstance(settings.exact, bool) or settings.exact == "auto"):
+        raise UserError(f"exact={settings.exact!r} must be True, False or 'auto'")
+
+
 def sampling_of(settings: Settings) -> Sampling:
     """The law tokens are drawn from; a run without a seed gets a fresh one."""
-    seed = fresh_seed() if settings.seed is None else settings.seed
+    seed = fresh_seed() if settings.seed is None else operator.index(settings.seed)
     return Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=seed)
 
 
@@ -236,6 +269,8 @@ def limits_of(settings: Settings, target: HFTarget, drafter: BlockDrafter | None
     if settings.max_stages < 1:
         raise UserError(f"max_stages={settings.max_stages} must be at least 1")
     given = settings.stop_token_ids
+    if not isinstance(given, Iterable):
+        raise UserError(f"stop_token_ids={given!r} must be 'model' or a list of ids")
     stops = target.stop_ids if isinstance(given, str) else frozenset(given)
     outside = [token for token in stops if not 0 <= token < target.vocab_size]
     if outside or (isinstance(given, str) and given != "model"):
@@ -248,13 +283,15 @@ def limits_of(settings: Settings, target: HFTarget, drafter: BlockDrafter | None
 
 def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_tokens: int) -> list[int]:
     """One prompt as a list of ids that, with the new tokens, fits the target."""
-    given: list[int] = prompt_ids.flatten().tolist() if isinstance(prompt_ids, Tensor) else list(prompt_ids)
+    if isinstance(prompt_ids, Tensor) and prompt_ids.shape[:-1] not in ((), (1,)):
+        raise UserError(f"prompt_ids of shape {tuple(prompt_ids.shape)} holds several prompts; decode them one by one")
     try:
+        given = prompt_ids.flatten().tolist() if isinstance(prompt_ids, Tensor) else prompt_ids
         prompt = [operator.index(token) for token in given]  # NumPy's integers too
     except TypeError as error:
-        raise UserError(f"prompt_ids must hold token ids, not {given[:3]!r} ...; tokenize text first") from error
-    if isinstance(prompt_ids, Tensor) and prompt_ids.ndim > 1 and prompt_ids.shape[0] != 1:
-        raise UserError(f"prompt_ids of shape {tuple(prompt_ids.shape)} holds several prompts; decode them one by one")
+        raise UserError(
+            f"prompt_ids must be a list of token ids, not {prompt_ids!r:.40}; tokenize text first"
+        ) from error
     if not prompt:
         raise UserError("the prompt is empty; give at least one token")
     outside = [token for token in prompt if not 0 <= token < target.vocab_size]

@@ -3,6 +3,7 @@
 import math
 import secrets
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Float32, Float64, Int
@@ -31,6 +32,7 @@ def process(logits: Float[Tensor, "n V"], sampling: Sampling) -> Float[Tensor, "
         ordered, order = scores.sort(dim=-1, descending=True)
         probs = ordered.softmax(-1)
         outside = probs.cumsum(-1) - probs >= sampling.top_p  # the token that crosses top_p stays
+        outside[:, 0] = False  # however small top_p is, the likeliest token stays
         scores = scores.masked_fill(outside.scatter(-1, order, outside), -math.inf)
     return scores
 
@@ -66,6 +68,13 @@ def uniform(
     return (kept.double() + 0.5) * 2.0**-52  # (2k + 1) / 2^53: exact, never 0 or 1
 
 
+class Drawn(NamedTuple):
+    """One row's token, and the law it was drawn from (None: it is the most likely one)."""
+
+    token: Int[Tensor, "..."]
+    probs: Float32[Tensor, "... V"] | None
+
+
 @dataclass(frozen=True)
 class Draw:
     """How a drafter picks each row's token: the most likely one, or (with `sampling`) a draw from the row's law."""
@@ -73,16 +82,13 @@ class Draw:
     sampling: Sampling | None = None
     position: int = 0  # absolute position of row 0's token
 
-    def token(self, logits: Float[Tensor, "... V"], row: int) -> Int[Tensor, "..."]:
-        """The token of one row; only the greedy form takes batched rows."""
+    def __call__(self, logits: Float[Tensor, "... V"], row: int) -> Drawn:
+        """Pick the token of one row; only the greedy form takes batched rows."""
         if self.sampling is None:
-            return logits.argmax(-1)
+            return Drawn(logits.argmax(-1), None)
+        probs = law(logits[None], self.sampling)
         where = torch.full((1,), self.position + row, device=logits.device)
-        return draw(law(logits[None], self.sampling), self.sampling.seed, where, DRAFT_STREAM)[0]
-
-    def law(self, logits: Float[Tensor, "... k V"]) -> Float32[Tensor, "... k V"] | None:
-        """What the rows' tokens were drawn from; None if nothing was drawn."""
-        return None if self.sampling is None else law(logits, self.sampling)
+        return Drawn(draw(probs, self.sampling.seed, where, DRAFT_STREAM)[0], probs[0])
 
 
 GREEDY = Draw()

@@ -4,6 +4,7 @@ import inspect
 import math
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +82,12 @@ REFUSED = {
     "mtp-k": ({"mtp_k": 3}, ["mtp_k=3", "dspark", "leave it out"]),
     "draft-depth": ({"draft_depth": 3}, ["draft_depth=3", "dspark"]),
     "verify": ({"verify": "maybe"}, ["verify='maybe'", "auto, match, reject"]),
+    "text-number": ({"temperature": "0.7"}, ["temperature='0.7'"]),
+    "fraction": ({"max_stages": 1.5}, ["max_stages=1.5"]),
+    "none": ({"top_k": None}, ["top_k=None"]),
+    "exact-word": ({"exact": "yes"}, ["exact='yes'"]),
+    "exact-one": ({"exact": 1}, ["exact=1"]),
+    "stop-number": ({"stop_token_ids": 2}, ["stop_token_ids=2"]),
     "exact": ({"exact": True}, ["exact=True", "'auto'"]),
     "stop-outside": ({"stop_token_ids": [3, 97]}, ["stop_token_ids=[3, 97]", "97"]),
     "stop-negative": ({"stop_token_ids": [-1]}, ["stop_token_ids=[-1]"]),
@@ -227,3 +234,32 @@ def test_seeds_are_recorded_and_repeat_the_run(target, drafter):
 def test_bit_identical_mode_is_recorded_as_off(target, drafter):
     for exact in ("auto", False):
         assert dloop.generate(target, drafter, PROMPT, 4, exact=exact).exact is False
+
+
+def test_one_set_of_arguments_drives_both(target, drafter):
+    both = {"max_new_tokens": 12, "loop_gate": -1.0, "max_stages": 3, "temperature": 0.8, "seed": 4, "verify": "match"}
+    assert (
+        dloop.generate(target, drafter, PROMPT, **both).tokens
+        == dloop.generate_autoregressive(target, PROMPT, **both).tokens
+    )
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_numpy_s_numbers_are_numbers(target, drafter):
+    plain = dloop.generate(target, drafter, PROMPT, 8, temperature=1.0, seed=3)
+    again = dloop.generate(target, drafter, np.array(PROMPT), 8, temperature=np.float64(1.0), seed=np.int64(3))
+    assert plain.tokens == again.tokens
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("prompt", [None, 3, [1.5], torch.zeros(1, 2, 2, dtype=torch.int64)], ids=str)
+def test_what_is_no_prompt_is_refused(target, drafter, prompt):
+    with pytest.raises(UserError, match="prompt_ids"):
+        dloop.generate(target, drafter, prompt, 4)
+
+
+def test_a_drafter_for_another_target_is_refused(drafter):
+    with pytest.raises(UserError, match="layers"):
+        dloop.generate(tiny_target("qwen3", num_layers=6), drafter, PROMPT, 4)
+    with pytest.raises(UserError, match="vocabulary"):
+        dloop.generate(tiny_target("qwen3", vocab_size=50), drafter, PROMPT, 4)

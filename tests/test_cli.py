@@ -562,3 +562,13 @@ def test_a_fault_of_the_demo_is_1(tiny, capsys, monkeypatch):
 @pytest.mark.parametrize("words", [["--prompts", "5"], ["--prompts", "0"], ["--max-new-tokens", "0"]])
 def test_the_demo_refuses_what_it_cannot_do(tiny, words, capsys):
     refused(capsys, "demo", "--model", str(tiny.target), "--draft-model", str(tiny.drafter), *words)
+
+
+def test_bytes_that_are_no_text_are_refused(tiny, capsys):
+    assert entry(["generate", "--model", str(tiny.target), "--baseline", "--prompt", "a\udcff"]) == 2
+    assert "UTF-8" in capsys.readouterr().err
+
+
+def test_a_device_that_cannot_decode_is_refused(tiny, capsys):
+    assert entry(["generate", "--model", str(tiny.target), "--baseline", "--prompt-ids", "5", "--device", "meta"]) == 2
+    assert "meta" in capsys.readouterr().err

@@ -31,14 +31,15 @@ class DrawingDrafter(ScriptedDrafter):
         assert self.table is not None
         tail = self.tails[request.slot] if request.index else [request.anchor]
         text = self.texts[request.slot] + tail
-        logits, tokens, draw = [], [], Draw(request.sampling, len(text))
+        logits, tokens, drawn, draw = [], [], [], Draw(request.sampling, len(text))
         for row in range(K):
             logits.append(self.table.logits(text + tokens))
-            tokens.append(int(draw.token(logits[-1], row)))
+            drawn.append(draw(logits[-1], row))
+            tokens.append(int(drawn[-1].token))
         rows = torch.stack(logits)
         score = rows.log_softmax(-1).max(-1).values.sum().item()
         self.tails[request.slot] = tail + tokens
-        probs = draw.law(rows)
+        probs = None if request.sampling is None else torch.stack([row.probs for row in drawn])
         said = None if probs is None else probs**self.spoil
         return replace(chain(tokens, score), probs=None if said is None else said / said.sum(-1, keepdim=True))
 
@@ -117,7 +118,7 @@ def test_acceptance_is_the_overlap_of_the_two_laws():
     accepted = 0
     for seed in range(4000):
         sampling = Sampling(temperature=1.0, seed=seed)
-        token = int(Draw(sampling, 8).token(2 * logits[1], 0))
+        token = int(Draw(sampling, 8)(2 * logits[1], 0).token)
         accepted += len(Reject(sampling)(one_token_draft(q, token), 2 * logits[:1].expand(2, -1)).path)
     assert accepted / 4000 == pytest.approx(torch.minimum(p, q).sum().item(), abs=0.02)
 

@@ -267,3 +267,8 @@ def test_fresh_seeds_are_valid_and_differ():
     seeds = [fresh_seed() for _ in range(20)]
     assert max(Counter(seeds).values()) == 1
     assert all(Sampling(seed=seed).seed == seed for seed in seeds)
+
+
+def test_the_likeliest_token_survives_any_top_p():
+    scores = process(torch.tensor([[0.0, 3.0, 1.0]]), Sampling(temperature=1.0, top_p=1e-46))
+    assert scores.isfinite().tolist() == [[False, True, False]]

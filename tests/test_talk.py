@@ -239,6 +239,7 @@ def test_a_terminal_has_a_prompt_and_ctrl_d_ends(words):
         assert HELP in read_until(master, "> ").replace("\r\n", "")
         os.write(master, b"Hi\n")
         assert ANSWER in read_until(master, f"{ANSWER}\r\n> ")
+        time.sleep(0.5)  # a signal between the prompt and the read that follows it waits for the next key
         process.send_signal(signal.SIGINT)  # at the prompt: a hint, not the end
         read_until(master, "ends\r\n> ")
         os.write(master, b"\x04")

@@ -97,7 +97,7 @@ class Prompt:
 
 
 def run(command: Command) -> int | None:
-    name, prompt = drafter_name(command), read_prompt(command)
+    prompt, name = read_prompt(command), drafter_name(command)  # a faulty prompt is told before any notice
     from dloop.cli.answer import answer  # torch and transformers only from here on
 
     return answer(command, prompt, name)
@@ -135,6 +135,8 @@ def read_prompt(command: Command) -> Prompt:
     if command.prompt_ids is not None:
         return Prompt(ids=command.prompt_ids)
     text = command.prompt if command.prompt is not None else read_text(command)
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"the prompt {text[:20]!a} holds bytes that are no UTF-8; give the text in UTF-8")
     if not text.strip():
         raise UserError("the prompt is empty; give --prompt TEXT, --prompt-file FILE, --prompt-ids or --messages")
     return Prompt(text=text)

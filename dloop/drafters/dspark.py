@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from dloop.drafters.block import BlockModel, Proposal
 from dloop.drafters.config import DSparkConfig
-from dloop.sampling import GREEDY, Draw
+from dloop.sampling import GREEDY, Draw, Drawn
 from dloop.types import Vocabulary
 
 
@@ -86,14 +86,15 @@ class DSpark(BlockModel):
     ) -> Proposal:
         """Row by row: each token's Markov bias shifts the next row's logits."""
         logits = list(F.linear(hidden, vocabulary.head).unbind(-2))
-        head, tokens, state = self.markov_head, [anchor], None
+        head, state, previous = self.markov_head, None, anchor
+        drawn: list[Drawn] = []
         for row in range(hidden.shape[-2]):
             if head is not None:
-                embedded = head.markov_w1(tokens[-1])
-                features, state = head.step(hidden[..., row, :], embedded, state)
+                features, state = head.step(hidden[..., row, :], head.markov_w1(previous), state)
                 logits[row] = logits[row] + head.markov_w2(features)
-            tokens.append(draw.token(logits[row], row))
-        return measure(torch.stack(logits, -2), torch.stack(tokens[1:], -1), draw)
+            drawn.append(draw(logits[row], row))
+            previous = drawn[-1].token
+        return measure(torch.stack(logits, -2), drawn)
 
     def teacher_forced(
         self, hidden: Float[Tensor, "... k D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary
@@ -108,8 +109,14 @@ class DSpark(BlockModel):
         return logits, confidence
 
 
-def measure(logits: Float[Tensor, "... k V"], tokens: Int[Tensor, "... k"], draw: Draw) -> Proposal:
-    """Float32 log-probabilities over the whole vocabulary, un-tempered, and the law the tokens were drawn from."""
+def measure(logits: Float[Tensor, "... k V"], drawn: list[Drawn]) -> Proposal:
+    """Float32 log-probabilities over the whole vocabulary, un-tempered, and the laws the tokens were drawn from."""
     logp = logits.float().log_softmax(-1)
-    chosen = logp.gather(-1, tokens[..., None])[..., 0]
-    return Proposal(tokens=tokens, logp=chosen, top_logp=logp.max(-1).values, probs=draw.law(logits))
+    tokens = torch.stack([row.token for row in drawn], -1)
+    probs = [row.probs for row in drawn if row.probs is not None]
+    return Proposal(
+        tokens=tokens,
+        logp=logp.gather(-1, tokens[..., None])[..., 0],
+        top_logp=logp.max(-1).values,
+        probs=torch.stack(probs) if probs else None,
+    )
