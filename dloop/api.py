@@ -1,49 +1,28 @@
 """The facade: `generate`, `stream`, `generate_autoregressive`. Arguments are named like the command-line flags."""
 
-import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 
 from dloop.drafters.block import BlockDrafter
-from dloop.errors import UserError
 from dloop.gate import FixedGate, GateSum
-from dloop.judge import Match, Reject
 from dloop.load import check_pair
-from dloop.loop import Judge, Limits, Session, decode, run_one
-from dloop.sampling import Sampling, fresh_seed
+from dloop.loop import Judge, Session, decode, run_one
+from dloop.settings import (
+    Budget,
+    Settings,
+    Verify,
+    check_prompt,
+    check_types,
+    judge_of,
+    limits_of,
+    refuse_unsupported,
+    sampling_of,
+)
 from dloop.targets.hf import HFTarget
 from dloop.types import FinishReason, First, Round
-
-Verify = Literal["auto", "match", "reject"]
-Budget = int | Literal["host"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that decides a decode besides the models and the prompt; see `generate` for the meanings."""
-
-    max_new_tokens: int = 256
-    loop_gate: float = 1.0
-    gate_sum: GateSum = "last"
-    max_stages: int = 12
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    verify: Verify = "auto"
-    stop_token_ids: Sequence[int] | Literal["model"] = "model"
-    tree_budget: Budget = "host"
-    stage_tree_budget: Budget = "host"
-    topk_k: int = 10
-    tree_width: int = 12
-    tree_beta: float = -0.2
-    draft_depth: int | None = None
-    mtp_k: int | None = None
-    exact: bool | Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,90 +215,3 @@ def finished(stream: Stream, rounds: list[Round]) -> Generation:
         seed=stream.seed,
         exact=False,
     )
-
-
-def check_types(settings: Settings) -> None:
-    """Numbers must be numbers: a text or a fraction would go wrong far from here. NumPy's numbers are welcome."""
-    for kind, names, what in (
-        (Integral, ("max_new_tokens", "max_stages", "top_k"), "a whole number"),
-        (Real, ("loop_gate", "temperature", "top_p"), "a number"),
-        (Integral | None, ("seed", "draft_depth", "mtp_k"), "a whole number or None"),
-    ):
-        for name in names:
-            value = getattr(settings, name)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise UserError(f"{name}={value!r} must be {what}")
-    if not (isinstance(settings.exact, bool) or settings.exact == "auto"):
-        raise UserError(f"exact={settings.exact!r} must be True, False or 'auto'")
-
-
-def sampling_of(settings: Settings) -> Sampling:
-    """The law tokens are drawn from; a run without a seed gets a fresh one."""
-    seed = fresh_seed() if settings.seed is None else operator.index(settings.seed)
-    return Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=seed)
-
-
-def judge_of(settings: Settings, sampling: Sampling) -> Match | Reject:
-    """Greedy decoding has one rule; with a temperature, block drafters with a chain default to rejection sampling."""
-    return Match(sampling) if sampling.is_greedy or settings.verify == "match" else Reject(sampling)
-
-
-def limits_of(settings: Settings, target: HFTarget, drafter: BlockDrafter | None) -> Limits:
-    """When to stop; "model": the target's own stop tokens. Past either model's last position nothing is drafted."""
-    if settings.max_stages < 1:
-        raise UserError(f"max_stages={settings.max_stages} must be at least 1")
-    given = settings.stop_token_ids
-    if not isinstance(given, Iterable):
-        raise UserError(f"stop_token_ids={given!r} must be 'model' or a list of ids")
-    stops = target.stop_ids if isinstance(given, str) else frozenset(given)
-    outside = [token for token in stops if not 0 <= token < target.vocab_size]
-    if outside or (isinstance(given, str) and given != "model"):
-        raise UserError(f"stop_token_ids={given!r} must be 'model' or ids below {target.vocab_size}")
-    context = min(target.context, drafter.config.max_positions) if drafter else target.context
-    return Limits(
-        max_new_tokens=settings.max_new_tokens, stop_ids=stops, max_stages=settings.max_stages, context=context
-    )
-
-
-def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_tokens: int) -> list[int]:
-    """One prompt as a list of ids that, with the new tokens, fits the target."""
-    if isinstance(prompt_ids, Tensor) and prompt_ids.shape[:-1] not in ((), (1,)):
-        raise UserError(f"prompt_ids of shape {tuple(prompt_ids.shape)} holds several prompts; decode them one by one")
-    try:
-        given = prompt_ids.flatten().tolist() if isinstance(prompt_ids, Tensor) else prompt_ids
-        prompt = [operator.index(token) for token in given]  # NumPy's integers too
-    except TypeError as error:
-        raise UserError(
-            f"prompt_ids must be a list of token ids, not {prompt_ids!r:.40}; tokenize text first"
-        ) from error
-    if not prompt:
-        raise UserError("the prompt is empty; give at least one token")
-    outside = [token for token in prompt if not 0 <= token < target.vocab_size]
-    if outside:
-        raise UserError(
-            f"prompt token {outside[0]} is outside the vocabulary of {target.name} (0..{target.vocab_size - 1})"
-        )
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if len(prompt) + max_new_tokens > target.context:
-        raise UserError(
-            f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens} exceed the context of {target.name} "
-            f"({target.context} positions); shorten the prompt or lower max_new_tokens"
-        )
-    return prompt
-
-
-def refuse_unsupported(settings: Settings, drafter: BlockDrafter | None) -> None:
-    """Options that nothing here can honour are refused by name, never ignored."""
-    family = drafter.family if drafter else "plain decoding"
-    for name in ("tree_budget", "stage_tree_budget"):
-        value: Budget = getattr(settings, name)
-        if value not in ("host", 0):
-            raise UserError(f"{name}={value!r}: trees are not offered for {family}; use 0 or 'host' (a chain)")
-    for name in ("draft_depth", "mtp_k", "topk_k", "tree_width", "tree_beta"):
-        if getattr(settings, name) != getattr(Settings, name):  # the default: not given
-            raise UserError(f"{name}={getattr(settings, name)} does not apply to {family}; leave it out")
-    if settings.verify not in get_args(Verify):
-        raise UserError(f"verify={settings.verify!r} is not known; choose one of {', '.join(get_args(Verify))}")
-    if settings.exact is True:
-        raise UserError("exact=True needs the fast path, which is not offered here; use exact='auto' or dtype float32")

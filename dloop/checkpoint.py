@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
@@ -19,29 +21,62 @@ CONVERT = (
     "pytorch_model.bin model.safetensors"
 )
 
+MISFIT = "the checkpoint does not fit its config.json"
+UNQUANTISED = "only float32, bfloat16, float16 and float64 are read: use the checkpoint that is not quantised"
+MAX_REASON = 300
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
+SHORT.maxlist = 10
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PLAIN_NAMES = ("F32", "BF16", "F16", "F64")  # the same in headers of safetensors files
 
 
 def resolve(name: str, revision: str | None, what: str) -> Path:
-    """A local folder, or a model id fetched from the hub at this revision."""
-    path = Path(name).expanduser()
-    if path.is_dir():
+    """A local folder, or a model id fetched from the hub at this revision. `what` says what it is for in errors."""
+    path = Path(name)
+    try:
+        path = path.expanduser()
+        is_folder, exists = bool(name) and path.is_dir(), bool(name) and path.exists()
+    except (OSError, RuntimeError, ValueError):  # no such user, a name too long, a folder that may not be read
+        is_folder, exists = False, False
+    if is_folder:
+        only_hub(revision, name, what)
         return path
-    if path.exists():
+    if exists:
         raise UserError(f"{what} {name!r} is a file; give the folder that holds config.json and model.safetensors")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise UserError(f"{what} {name!r} is neither a folder here nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except HFValidationError as error:
         raise UserError(
-            f"{what} {name!r} is not a folder here and could not be fetched from the hub ({reason}); check the name "
-            "and the network, or give a local folder"
+            f"{what} {name!r} is neither a folder here nor a hub id of the form owner/name ({reason(error)})"
         ) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise UserError(
+            f"{what} {name!r} is not a folder here and could not be fetched from the hub ({reason(error)}); check the "
+            "name and the network, or give a local folder"
+        ) from error
+
+
+def only_hub(revision: str | None, name: str, what: str) -> None:
+    """Refuse a revision of something that has none: it would be recorded and mean nothing."""
+    if revision is not None:
+        raise UserError(f"revision {revision!r} of {what} {name!r}: a revision only applies to hub ids; leave it out")
+
+
+def reason(error: BaseException) -> str:
+    """What an exception of another library says, short and in one line; its type if it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}..."
+
+
+def brief(value: object) -> str:
+    """A value from a file as errors show it: however large or deeply nested, a short piece of one line."""
+    return SHORT.repr(value)
 
 
 def read_json(path: Path, what: str) -> dict[str, object]:
@@ -50,8 +85,8 @@ def read_json(path: Path, what: str) -> dict[str, object]:
         raise UserError(f"{what}: {path} does not exist; a checkpoint folder needs it")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{what}: {path} is not valid JSON ({error}); fetch the checkpoint again") from error
+    except (ValueError, RecursionError, OSError) as error:
+        raise UserError(f"{what}: {path} is not valid JSON ({reason(error)}); fetch the checkpoint again") from error
     if not isinstance(value, dict):
         raise UserError(f"{what}: {path} must hold a JSON object")
     return cast(dict[str, object], value)
@@ -59,18 +94,9 @@ def read_json(path: Path, what: str) -> dict[str, object]:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, sharded or single."""
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        weight_map = read_json(index, "weights index").get("weight_map")
-        if not isinstance(weight_map, Mapping):
-            raise UserError(f"{index} has no weight_map; fetch the checkpoint again")
-        weight_map = cast(Mapping[str, str], weight_map)
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise UserError(f"{folder}: the index names {', '.join(missing)}, not found; fetch the checkpoint again")
-        return files
-    single = folder / "model.safetensors"
+        return indexed_files(index, single)
     if single.is_file():
         return [single]
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
@@ -82,10 +108,44 @@ def weight_files(folder: Path) -> list[Path]:
     raise UserError(f"{folder} holds no model.safetensors; give the folder of a complete checkpoint")
 
 
-def check_readable(folder: Path) -> None:
-    """Open every weight file, so that a damaged one is told in one line and not by whoever reads it later."""
+def indexed_files(index: Path, single: Path) -> list[Path]:
+    """The files an index names: there, beside it, and the only weights of their folder."""
+    weight_map = read_json(index, "weights index").get("weight_map")
+    if not isinstance(weight_map, Mapping) or not weight_map:
+        raise UserError(f"{index} has no weight_map; fetch the checkpoint again")
+    given = list(cast(Mapping[str, object], weight_map).values())
+    names = {name for name in given if isinstance(name, str) and name.endswith(".safetensors") and "\0" not in name}
+    wrong = [brief(name) for name in given if name not in list(names) or Path(str(name)).name != name]
+    if wrong:
+        raise UserError(f"{index} names {wrong[0]}, which is no safetensors file beside it; fetch the checkpoint again")
+    files = [index.parent / name for name in sorted(names)]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise UserError(f"{index.parent}: the index names {', '.join(missing)}, not found; fetch the checkpoint again")
+    if single.is_file() and single not in files:
+        raise UserError(
+            f"{index.parent} holds {single.name} and {index.name}, which names other files; "
+            "it is not said which are the weights: remove one of the two"
+        )
+    return files
+
+
+def check_headers(folder: Path, source: str) -> int:
+    """Open every weight file, refuse quantised weights; give the number of stored values.
+
+    A damaged file is told in one line here, and not by whoever reads it later.
+    """
+    odd: list[str] = []
+    count = 0
     for file in weight_files(folder):
-        opened(file)
+        with opened(file) as handle:
+            for key in handle.keys():
+                part = handle.get_slice(key)
+                count += math.prod(part.get_shape())
+                if part.get_dtype() not in PLAIN_NAMES:
+                    odd.append(f"{key} ({part.get_dtype()})")
+    complain(source, "has quantised", odd, UNQUANTISED)
+    return count
 
 
 def opened(file: Path) -> safe_open:
@@ -93,7 +153,9 @@ def opened(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt")
     except Exception as error:  # safetensors raises its own type without a common base across releases
-        raise UserError(f"{file} cannot be read as safetensors ({error}); fetch the checkpoint again") from error
+        raise UserError(
+            f"{file} cannot be read as safetensors ({reason(error)}); fetch the checkpoint again"
+        ) from error
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -121,17 +183,27 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, Tensor], source: str)
 def check_values(source: str, tensors: Mapping[str, Tensor]) -> None:
     """Refuse quantised weights, which would be read as plain numbers, and values that are not finite."""
     odd = [f"{name} ({value.dtype})" for name, value in tensors.items() if value.dtype not in PLAIN_DTYPES]
-    complain(source, "has quantised", odd)
-    bad = [name for name, value in tensors.items() if not bool(torch.isfinite(value).all())]
-    complain(source, "has NaN or infinite values in", bad)
+    complain(source, "has quantised", odd, UNQUANTISED)
+    check_finite(source, tensors)
 
 
-def complain(source: str, fault: str, names: Iterable[str]) -> None:
+def check_finite(source: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse NaN and infinite values, with one pass over tensors of one device and one wait for it."""
+    names = [name for name, value in tensors.items() if value.numel()]
+    if not names:
+        return
+    extremes = [torch.stack(torch.aminmax(tensors[name])) for name in names]  # NaN if any value is
+    sound = cast(list[bool], torch.stack([torch.isfinite(pair).all() for pair in extremes]).tolist())  # sync
+    bad = [name for name, fine in zip(names, sound, strict=True) if not fine]
+    complain(source, "has NaN or infinite values in", bad, "fetch it again, or try another checkpoint or dtype")
+
+
+def complain(source: str, fault: str, names: Iterable[str], way_out: str = MISFIT) -> None:
     """Raise a UserError that lists the first of these tensors; no names, no error."""
     listed = sorted(names)
     if listed:
         shown = ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
-        raise UserError(f"{source} {fault} {len(listed)} tensors: {shown}; the checkpoint does not fit its config.json")
+        raise UserError(f"{source} {fault} {len(listed)} tensors: {shown}; {way_out}")
 
 
 def write_checkpoint(

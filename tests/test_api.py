@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import dloop
-from dloop.api import Settings
 from dloop.errors import UserError
+from dloop.settings import Settings
 from dloop.testing import good_drafter, tiny_target
 
 PROMPT = [5, 9, 11, 60]

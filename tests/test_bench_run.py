@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import dloop
-from dloop.api import Settings
 from dloop.bench import decode, run
 from dloop.bench.decode import sample_seed
 from dloop.bench.measure import Response, figures
@@ -23,6 +22,7 @@ from dloop.bench.tasks import chosen
 from dloop.cli import bench
 from dloop.cli.main import entry
 from dloop.records import prompt_sha256, rebuild
+from dloop.settings import Settings
 from dloop.testing import good_drafter, tiny_target, write_drafter, write_target
 
 ROOT = Path(__file__).resolve().parents[1]

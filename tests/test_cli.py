@@ -18,11 +18,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import dloop
-from dloop.api import Settings
 from dloop.cli import answer, generate
 from dloop.cli.args import build
 from dloop.cli.main import COMMANDS, entry
 from dloop.records import rebuild, round_record
+from dloop.settings import Settings
 from dloop.testing import good_drafter, tiny_drafter, tiny_target, write_drafter, write_target
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,6 +1,7 @@
 """Loading is strict: two layouts, every key used, and each fault is one line that says what, why and the way out."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +12,10 @@ from torch import Tensor
 
 import dloop
 from dloop.checkpoint import sha256
+from dloop.detect import FAMILIES
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.gap import READINGS
 from dloop.errors import UserError
-from dloop.load import FAMILIES
 from dloop.targets.hf import HFTarget
 from dloop.testing import KINDS, tiny_drafter, tiny_target, write_drafter, write_target
 from dloop.types import StageRequest
@@ -133,7 +134,7 @@ def test_gap_rows_come_from_the_checkpoint_unless_an_argument_overrides_them(tar
         {"rope_parameters": {"rope_theta": 10_000.0}},
         {"rope_theta": 10_000.0, "rope_scaling": None},
         {"rope_theta": 10_000.0, "rope_scaling": {"rope_type": "default"}},
-        {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"}},
+        {"rope_theta": 10_000, "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"}},
     ],
     ids=lambda style: "+".join(style),
 )
@@ -283,6 +284,10 @@ def test_a_plain_model_is_no_drafter_and_a_drafter_is_no_target(target, folder, 
         one_line(error, str(where), "is a drafter for a target of 4 layers", "--draft-model", "--model")
 
 
+NAN, DEEP = float("nan"), '{"a":' + "[" * 100_000
+SIZES = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size"
+).split()
 WRONG_CONFIG = {
     "vocabulary": (top(vocab_size=98), ["98", "97", "the drafter trained for this target"]),
     "hidden-size": (top(hidden_size=64), ["hidden size 64", "32"]),
@@ -296,7 +301,7 @@ WRONG_CONFIG = {
     "taps-missing": (nested(target_layer_ids=None), ["'target_layer_ids'", "never guessed"]),
     "taps-no-list": (nested(target_layer_ids="0,2"), ["target_layer_ids='0,2'", "list"]),
     "rope-mismatch-new": (
-        top(rope_parameters={"rope_theta": 1e6, "rope_type": "default"}),
+        top(rope_theta=None, rope_parameters={"rope_theta": 1e6, "rope_type": "default"}),
         ["1e+06", "10000", "accepts almost nothing", "correct rope_theta"],
     ),
     "rope-mismatch-old": (top(rope_theta=1e6, rope_parameters=None), ["1e+06", "10000", "correct rope_theta"]),
@@ -314,7 +319,7 @@ WRONG_CONFIG = {
     "block-size-missing": (top(block_size=None), ["'block_size'", "never guessed"]),
     "block-size-text": (top(block_size="7"), ["block_size='7'", "whole number"]),
     "block-size-flag": (top(block_size=True), ["block_size=True", "whole number"]),
-    "block-size-zero": (top(block_size=0), ["block_size=0", "out of range"]),
+    "block-size-zero": (top(block_size=0), ["block_size=0", "from 1 to 1024"]),
     "mask-token-missing": (nested(mask_token_id=None), ["'mask_token_id'", "never guessed"]),
     "mask-token-outside": (nested(mask_token_id=97), ["mask_token_id=97", "out of range"]),
     "markov-rank-missing": (nested(markov_rank=None), ["'markov_rank'"]),
@@ -323,6 +328,28 @@ WRONG_CONFIG = {
     "activation": (top(hidden_act="gelu"), ["hidden_act='gelu'", "silu"]),
     "sliding-layers": (top(layer_types=["full_attention", "sliding_attention"]), ["sliding", "full attention"]),
     "nested-no-object": (top(dflash_config="dspark"), ["dflash_config", "object"]),
+    **{
+        f"{key}={str(value)[:9]}": (top(**{key: value}), [f"{key}=", words])
+        for key, value, words in [
+            *(("rms_norm_eps", value, "above 0 and below 1") for value in (NAN, -1e-6, 0, 1e9, 10**400)),
+            ("max_position_embeddings", 0, "from 1 to"),
+            ("block_size", 1025, "from 1 to 1024"),
+            *((key, value, "from 1 to") for key in SIZES for value in (0, -1, 10**30, 2**62)),
+            ("num_key_value_heads", 3, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+            ("head_dim", 7, "must be even"),
+            ("architectures", True, "list of names"),
+            ("architectures", [7], "list of names"),
+            ("layer_types", -1, "full attention"),
+        ]
+    },
+    "rope-bases": (
+        top(rope_theta=5.0, rope_parameters={"rope_theta": 1e4, "rope_type": "default"}),
+        ["rope_theta=5 but rope_parameters.rope_theta=10000"],
+    ),
+    "rope-base-nan": (top(rope_theta=NAN, rope_parameters=None), ["rope_theta=nan", "above 0"]),
+    "rope-scaling-beside": (top(rope_scaling={"type": "linear", "factor": 2.0}), ["'linear'"]),
+    "taps-flag": (nested(target_layer_ids=[True, 2]), ["target_layer_ids=[True, 2]", "whole numbers"]),
+    "deep": (replaced("config.json", DEEP), ["config.json", "not valid JSON"]),
     "invalid-json": (replaced("config.json", "{"), ["config.json", "not valid JSON"]),
     "json-list": (replaced("config.json", "[]"), ["config.json", "JSON object"]),
     "no-config": (lambda where: (where / "config.json").unlink(), ["config.json", "does not exist"]),
@@ -374,10 +401,16 @@ def truncated(where: Path) -> None:
     (where / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
-def index(weight_map: dict[str, str] | None) -> Edit:
+def index(weight_map: dict[str, object] | None) -> Edit:
     content = {} if weight_map is None else {"weight_map": weight_map}
     return replaced("model.safetensors.index.json", json.dumps(content))
 
+
+BESIDE = "no safetensors file beside it"
+OUTSIDE = {
+    f"index-names-{name}": (index({"fc.weight": name}), ["model.safetensors.index.json", repr(name), BESIDE])
+    for name in (7, None, True, "../model.safetensors", "/model.safetensors", "a/../model.safetensors", "x.bin", "")
+}
 
 FC, HEAD, EMBED = "fc.weight", "lm_head.weight", "embed_tokens.weight"
 WRONG_WEIGHTS = {
@@ -404,6 +437,7 @@ WRONG_WEIGHTS = {
         ["model-00002-of-00002.safetensors", "not found", "fetch"],
     ),
     "index-without-a-map": (index(None), ["model.safetensors.index.json", "weight_map"]),
+    **OUTSIDE,
 }
 
 
@@ -435,6 +469,17 @@ def test_an_own_vocabulary_that_does_not_fit_is_refused(target, flat, case):
 # What is refused: targets, names, devices
 
 NORM = "model.norm.weight"
+
+
+def rope(kind: str, **more: object) -> dict[str, object]:
+    return {"rope_theta": 1e4, "factor": 2.0, **more, "rope_type": kind}
+
+
+def stops(content: object) -> Edit:
+    return replaced("generation_config.json", json.dumps(content))
+
+
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 8}
 WRONG_TARGET = {
     "other-architecture": (top(model_type="gpt2"), ["'gpt2'", "qwen3, qwen2, llama"]),
     "no-type": (top(model_type=None), ["supported targets", "qwen3, qwen2, llama"]),
@@ -449,8 +494,56 @@ WRONG_TARGET = {
     "garbage": (replaced("model.safetensors", b"not a tensor file"), ["safetensors"]),
     "absent-shard": (index({NORM: "model-00009-of-00009.safetensors"}), ["model-00009-of-00009.safetensors"]),
     "index-without-a-map": (index(None), ["model.safetensors.index.json", "weight_map"]),
+    **OUTSIDE,
     "no-config": (lambda where: (where / "config.json").unlink(), ["config.json", "does not exist"]),
     "invalid-json": (replaced("config.json", "{"), ["config.json", "not valid JSON"]),
+    "deep": (replaced("config.json", DEEP), ["config.json", "not valid JSON"]),
+    **OUTSIDE,
+    "two-sets-of-weights": (
+        both(
+            lambda where: shutil.copy(where / "model.safetensors", where / "other.safetensors"),
+            index({NORM: "other.safetensors"}),
+        ),
+        ["model.safetensors and model.safetensors.index.json", "remove one"],
+    ),
+    "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), ["quantised", NORM, "I8"]),
+    "float8": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)})), ["quantised", NORM, "F8_E4M3"]),
+    "nan": (poisoned(NORM, NAN), ["NaN or infinite", NORM]),
+    "infinite": (poisoned("lm_head.weight", -float("inf")), ["NaN or infinite", "lm_head.weight"]),
+    "longrope": (top(rope_parameters=rope("longrope", **LONG)), ["'longrope'", "length of a forward"]),
+    "longrope-old": (top(rope_scaling={"type": "longrope", **LONG}), ["'longrope'", "length of a forward"]),
+    "longrope-hidden": (top(rope_parameters=rope("default", type="longrope")), ["'longrope'", "length of a forward"]),
+    "dynamic": (top(rope_parameters=rope("dynamic")), ["'dynamic'", "length of a forward"]),
+    "rope-unknown": (top(rope_parameters=rope("x")), ["'x'", "default, linear, yarn, llama3"]),
+    "rope-no-object": (top(rope_scaling=7), ["rope_scaling=7", "object"]),
+    "rope-base-text": (top(rope_parameters={"rope_theta": "x", "rope_type": "default"}), ["rope_theta"]),
+    "eps-nan": (top(rms_norm_eps=NAN), ["rms_norm_eps=nan"]),
+    "layer-types": (top(layer_types=-1), ["layer_types=-1", "full-attention"]),
+    "layers-text": (top(num_hidden_layers="4"), ["num_hidden_layers='4'", "whole number"]),
+    "layers-many": (top(num_hidden_layers=1000, layer_types=None), ["1000", "its files hold"][1:]),
+    "hidden-huge": (top(hidden_size=10**30), ["hidden_size=1000", "from 1 to"]),
+    **{
+        f"config-{key}": (top(**{key: value}), ["config.json does not describe a loadable model"])
+        for key, value in [
+            ("attention_dropout", "x"),
+            ("hidden_act", "nothing"),
+            ("hidden_act", 7),
+            ("tie_word_embeddings", "no"),
+            ("dtype", "float99"),
+            ("layer_types", []),
+        ]
+    },
+    **{
+        f"quantised-{method}": (top(quantization_config={"quant_method": method}), [repr(method), "not supported"])
+        for method in ("gptq", "fp8", "bitsandbytes", "none-known")
+    },
+    "quantised-text": (top(quantization_config="int4"), ["'int4'", "not supported"]),
+    **{
+        f"stop-{eos}": (stops({"eos_token_id": eos}), ["generation_config.json", "eos_token_id=", "below 97"])
+        for eos in ("x", [[1]], -1, 97, True, [1, 97], 1.5)
+    },
+    "stop-list": (stops([1]), ["generation_config.json", "JSON object"]),
+    "stop-config": (top(eos_token_id=97), ["config.json", "eos_token_id=97"]),
 }
 
 
@@ -479,14 +572,48 @@ def test_names_that_lead_nowhere_are_refused_without_a_network(target, tmp_path,
         "a/b/c": ["neither a folder", "owner/name"],
         "./x": ["neither a folder", "owner/name"],
         str(tmp_path / "file"): ["is a file", "config.json"],
+        "": ["neither a folder", "owner/name"],
+        "~nobody-here/x/y": ["neither a folder", "owner/name"],
+        "n" * 5000: ["neither a folder", "owner/name"],
+        "bad name/x": ["neither a folder", "owner/name"],
+        "owner/": ["neither a folder", "owner/name"],
+        "-x/y": ["neither a folder", "owner/name"],
+        "owner/name@main": ["neither a folder", "owner/name"],
         "nobody/nothing-here": ["could not be fetched", "local folder"],
     }.items():
         with pytest.raises(UserError) as error:
             dloop.load_target(name)
-        one_line(error, repr(name), "--model", *words)
+        one_line(error, f"target {name!r}", *words)
         with pytest.raises(UserError) as error:
             dloop.load_drafter(name, target)
-        one_line(error, repr(name), "--draft-model", *words)
+        one_line(error, f"drafter {name!r}", *words)
+
+
+def test_a_revision_applies_to_hub_ids_only(target, folder, target_folder):
+    for name in ("smollm2", str(target_folder)):
+        with pytest.raises(UserError) as error:
+            dloop.load_target(name, revision="main")
+        one_line(error, "'main'", f"target {name!r}", "a revision only applies to hub ids")
+    for name in ("demo", str(folder)):
+        with pytest.raises(UserError) as error:
+            dloop.load_drafter(name, target, revision="main")
+        one_line(error, "'main'", f"drafter {name!r}", "a revision only applies to hub ids")
+
+
+@pytest.mark.parametrize("failure", [MemoryError("x"), torch.OutOfMemoryError("x"), KeyboardInterrupt("x")], ids=repr)
+def test_want_of_memory_is_not_the_config_s_fault(target_folder, monkeypatch, failure):
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    with pytest.raises(type(failure)):
+        dloop.load_target(str(target_folder))
+
+
+def test_scaled_positions_that_are_the_same_in_every_forward_load(target_folder):
+    for kind in ("linear", "yarn"):
+        edit_config(target_folder, lambda raw, kind=kind: raw.update(rope_parameters=rope(kind)))
+        dloop.load_target(str(target_folder))
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-import dloop
+import dloop.train.trainer
 from dloop.cli.main import entry
 from dloop.drafters.gap import READINGS
 from dloop.errors import UserError
@@ -18,13 +18,13 @@ from dloop.train.anchors import Anchors, sample_anchors
 from dloop.train.batch import TokenFile, batches, plan_epoch
 from dloop.train.block import DSparkObjective, ObjectiveSettings
 from dloop.train.cache import cache_features
-from dloop.train.checkpoint import latest
+from dloop.train.checkpoint import STATE, latest, resume
 from dloop.train.losses import decay_weights
 from dloop.train.optim import Optimizer, learning_rate
 from dloop.train.packed import PackedStages
 from dloop.train.replay import total, trace, walk
 from dloop.train.start import from_target
-from dloop.train.trainer import Step, TrainSettings, depth_at, train
+from dloop.train.trainer import Step, TrainSettings, depth_at, epoch_at, steps_of_epochs, train
 from dloop.types import Features, StageRequest
 
 
@@ -147,6 +147,68 @@ def test_epoch_plan_is_a_function_of_seed_and_epoch_and_uses_each_sample_once():
     assert any((a != b).any() for a, b in zip(plan, plan_epoch(lengths, 8, seed=1, epoch=1), strict=True))
 
 
+def test_what_an_epoch_leaves_out_does_not_depend_on_length():
+    left_out = set()
+    for seed in range(20):
+        left_out |= set(range(10)) - set(np.concatenate(plan_epoch(np.arange(10), 4, seed, 0)).tolist())
+    assert len(left_out) > 5 and min(left_out) < 5
+
+
+@pytest.mark.parametrize(("accumulation", "epochs", "steps"), [(1, 2, 6), (2, 2, 3), (2, 1, 1), (4, 1, 1), (3, 4, 4)])
+def test_epochs_are_passes_over_the_data(accumulation, epochs, steps):
+    data = TokenFile(np.arange(24), np.array([[1, 1]] * 12), np.arange(0, 24, 2), 64)
+    settings = TrainSettings(num_steps=1, batch_size=4, accumulation_steps=accumulation)
+    assert steps_of_epochs(epochs, data, settings) == steps
+    assert epoch_at(steps, data, settings) == steps * accumulation // 3
+
+
+FLAT, LENS = np.arange(3, 23, dtype=np.int32), np.array([[4, 6], [5, 5]])
+ARRAYS = {
+    "floats": (FLAT.astype(np.float32), LENS, "float32"),
+    "bools": (FLAT > 5, LENS, "bool"),
+    "strings": (FLAT.astype(str), LENS, "<U"),
+    "lengths as floats": (FLAT, LENS * 1.0, "float64"),
+    "objects": (FLAT.astype(object), LENS, "not a whole token file"),
+    "two dimensions": (FLAT.reshape(4, 5), LENS, "[4, 5]"),
+    "no dimension": (FLAT[0], LENS, "[]"),
+    "three columns": (FLAT, np.array([[4, 6, 10]]), "[1, 3]"),
+    "negative": (FLAT, np.array([[-4, 14], [5, 5]]), "-4"),
+    "too few": (FLAT, LENS[:1], "adds up to 10"),
+    "overflow": (FLAT, np.array([[2**63, 2**63], [10, 10]], np.uint64), "9223372036854775808"),
+    "an empty sample": (FLAT, np.array([[4, 6], [0, 0], [5, 5]]), "sample 1"),
+    "no response": (FLAT, np.array([[10, 0], [10, 0]]), "response"),
+    "no response in reach": (FLAT, np.array([[19, 1]]), "--max-length 16"),
+    "no sample": (FLAT[:0], LENS[:0], "none of 0"),
+}
+
+
+@pytest.mark.parametrize(("flat", "lens", "part"), ARRAYS.values(), ids=ARRAYS)
+def test_arrays_that_are_no_samples_are_refused(tmp_path, flat, lens, part):
+    np.savez(tmp_path / "t.npz", flat=flat, lens=lens)
+    with pytest.raises(UserError) as error:
+        TokenFile.read(tmp_path / "t.npz", 16)
+    assert part in str(error.value)
+
+
+def test_a_damaged_file_is_refused_and_never_another_error(tmp_path):
+    path = tmp_path / "t.npz"
+    np.savez_compressed(path, flat=FLAT, lens=LENS)
+    whole = path.read_bytes()
+    np.save(tmp_path / "one.npy", FLAT)
+    damaged = [b"", b"tokens", (tmp_path / "one.npy").read_bytes(), *(whole[:cut] for cut in range(1, len(whole), 9))]
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="not a whole token file"):
+            TokenFile.read(path, 64)
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x15]) + whole[at + 1 :])
+        try:
+            found = TokenFile.read(path, 64)
+        except UserError:
+            continue
+        assert (found.flat == FLAT).all() and (found.lens == LENS).all()  # a time stamp, say
+
+
 def test_batches_can_start_at_any_step(tmp_path, pair):
     data = TokenFile.read(token_file(tmp_path / "t.npz", pair[0]), 64)
     whole = list(batches(data, 4, 0, 0, 7))
@@ -194,8 +256,6 @@ def run_steps(pair, data, folder, num_steps, done=0, stop_after=None):
     objective = DSparkObjective(model, target.vocabulary, ObjectiveSettings(num_anchors=6))
     optimizer = Optimizer(model.parameters(), 1.0)
     if done:
-        from dloop.train.checkpoint import resume
-
         assert resume(latest(folder), model, optimizer, "same").step == done
     step = Step(objective, lambda batch: target.features(batch.tokens, drafter.taps), optimizer)
     settings = TrainSettings(num_steps=num_steps, batch_size=4, learning_rate=1e-2, log_interval=1, save_interval=1000)
@@ -207,6 +267,22 @@ def run_steps(pair, data, folder, num_steps, done=0, stop_after=None):
             stream.close()
             break
     return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_two_parts_of_a_step_are_one_batch_of_both(pair, depth):
+    target, drafter = pair
+    data = TokenFile(torch.arange(3, 73).numpy(), np.array([[4, 9], [5, 52]]), np.array([0, 13]), 64)
+    rows = {}
+    for parts in ([[0, 1]], [[0], [1]]):
+        model = tiny_drafter(target).model.requires_grad_(True)
+        optimizer = Optimizer(model.parameters(), 1e9)
+        objective = DSparkObjective(model, target.vocabulary, ObjectiveSettings(num_anchors=60))  # all that can be
+        step = Step(objective, lambda batch: target.features(batch.tokens, drafter.taps), optimizer)
+        values = step([data.collate(np.array(part)) for part in parts], depth)
+        rows[len(parts)] = values, [torch.zeros(1) if p.grad is None else p.grad for p in model.parameters()]
+    assert torch.allclose(rows[1][0], rows[2][0], atol=1e-5)
+    assert all(torch.allclose(one, two, atol=1e-5) for one, two in zip(rows[1][1], rows[2][1], strict=True))
 
 
 def test_resume_gives_the_same_losses_bit_for_bit(tmp_path, pair):
@@ -240,6 +316,61 @@ def test_an_interrupt_saves_at_a_step_and_restores_the_handler(tmp_path, pair):
         next(stream)
     assert signal.getsignal(signal.SIGINT) is before
     assert latest(tmp_path).name == "epoch_0_step_1"
+
+
+def test_interrupts_during_a_save_do_not_lose_it(tmp_path, pair, monkeypatch):
+    save = dloop.train.trainer.save
+
+    def disturbed(*given):
+        for _ in range(4):
+            signal.raise_signal(signal.SIGINT)
+        save(*given)
+
+    monkeypatch.setattr(dloop.train.trainer, "save", disturbed)
+    data, before = TokenFile.read(token_file(tmp_path / "t.npz", pair[0]), 64), signal.getsignal(signal.SIGINT)
+    run_steps(pair, data, tmp_path / "a", 2)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert latest(tmp_path / "a").name == "epoch_0_step_2"
+
+
+@pytest.mark.parametrize(("times", "saved"), [(1, True), (2, True), (3, False)])
+def test_only_a_third_interrupt_ends_in_the_midst_of_a_step(folders, capsys, monkeypatch, times, saved):
+    inner = Step.loss
+
+    def disturbed(*given):
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        return inner(*given)
+
+    monkeypatch.setattr(Step, "loss", disturbed)
+    assert entry(command(folders)) == 130
+    assert (latest(folders / "out") is not None) == saved
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_diverged_run_fails_and_leaves_no_broken_checkpoint(folders, capsys):
+    words = command(folders, "--learning-rate", "1e30", "--max-steps", "6", "--log-interval", "50")
+    for more in ((), ("--resume",)):
+        assert entry([*words, "--save-interval", "2", *more]) == 1
+        assert "not finite" in capsys.readouterr().err
+        for path in (folders / "out").glob("epoch_*"):
+            assert all(v.isfinite().all() for v in torch.load(path / STATE)["masters"].values())
+
+
+@pytest.mark.parametrize("fault", ["nan", "cut", "no step"])
+def test_a_broken_state_is_not_resumed_from(folders, capsys, fault):
+    assert entry(command(folders)) == 0
+    path = latest(folders / "out") / STATE
+    state = torch.load(path)
+    if fault == "nan":
+        state["masters"]["fc.weight"][0, 0] = torch.nan
+    if fault == "no step":
+        del state["step"]
+    torch.save(state, path)
+    if fault == "cut":
+        path.write_bytes(path.read_bytes()[:-200])
+    assert entry(command(folders, "--resume")) == 2
+    assert ("not finite" if fault == "nan" else "cannot be read") in capsys.readouterr().err
 
 
 def test_replay_predicts_real_decoding_at_every_gate():
@@ -306,6 +437,24 @@ def test_the_command_starts_a_new_drafter_from_the_targets_layers(folders, capsy
         (["--batch-size", "400"], "400"),
         (["--dloop-loss-weight", "2"], "weight"),
         (["--max-steps", "0"], "num_steps=0"),
+        (["--num-epochs", "0"], "--num-epochs 0"),
+        (["--learning-rate", "0"], "--learning-rate 0"),
+        (["--learning-rate", "nan"], "--learning-rate nan"),
+        (["--learning-rate", "inf"], "--learning-rate inf"),
+        (["--dspark-ce-loss-alpha", "-1"], "--dspark-ce-loss-alpha -1"),
+        (["--dspark-l1-loss-alpha", "nan"], "--dspark-l1-loss-alpha nan"),
+        (["--dspark-confidence-head-alpha", "-1"], "--dspark-confidence-head-alpha -1"),
+        (["--loss-decay-gamma", "nan"], "--loss-decay-gamma nan"),
+        (["--dloop-loss-weight", "nan"], "--dloop-loss-weight nan"),
+        (["--max-grad-norm", "0"], "--max-grad-norm 0"),
+        (["--warmup-ratio", "1"], "--warmup-ratio 1"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--seed", "2147483648"], "--seed 2147483648"),
+        (["--num-anchors", "100001"], "100000"),
+        (["--num-anchors", "3073"], "one anchor"),
+        (["--init-layers", "0"], "--init-layers 0"),
+        (["--output-dir", "/proc/none"], "/proc/none cannot be written to"),
+        (["--output-dir", "/dev/null"], "/dev/null cannot be written to"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
@@ -321,3 +470,42 @@ def test_a_second_run_into_the_same_folder_is_refused_unless_resumed(folders, ca
     assert "--resume" in capsys.readouterr().err
     assert entry(command(folders, "--resume", "--learning-rate", "1")) == 2
     assert entry(command(folders, "--resume")) == 0
+
+
+@pytest.mark.parametrize("kind", ["flat", "lens", "clip", "start"])
+def test_a_resume_with_other_data_clipping_or_start_is_refused(folders, capsys, pair, kind):
+    path = folders / "tokens.npz"
+    arrays = dict(np.load(path))
+    assert entry(command(folders)) == 0
+    if kind == "flat":
+        arrays["flat"][7] ^= 1
+    if kind == "lens":
+        arrays["lens"][0] += np.array([1, -1], np.int64).astype(np.uint16)
+    if kind == "start":
+        drafter = tiny_drafter(pair[0])
+        drafter.model.fc.weight.data[0, 0] += 1
+        write_drafter(drafter, folders / "drafter", "specforge")
+    np.savez(path, **arrays)
+    more = ["--max-grad-norm", "2"] if kind == "clip" else []
+    assert entry(command(folders, "--resume", *more)) == 2
+    assert "other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("token", "length", "part"),
+    [(0, 300, "--max-length 256"), (9999, 20, "token 9999"), (-1, 20, "token -1")],
+    ids=["long", "high", "negative"],
+)
+def test_data_that_do_not_fit_the_target_are_refused(folders, capsys, token, length, part):
+    np.savez(folders / "tokens.npz", flat=np.full(4 * length, token), lens=np.array([[4, length - 4]] * 4))
+    assert entry(command(folders)) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_a_new_drafter_without_layers_is_refused(folders, capsys):
+    config = folders / "drafter" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 0}))
+    words = command(folders, "--draft-config-path", str(config))
+    at = words.index("--draft-init-path")
+    assert entry(words[:at] + words[at + 2 :]) == 2
+    assert "num_hidden_layers=0" in capsys.readouterr().err

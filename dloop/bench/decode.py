@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dloop.api import Settings, finished, start
+from dloop.api import finished, start
 from dloop.bench.measure import HeaderJson, Response
 from dloop.bench.tasks import Sample
 from dloop.chat import Message, Tokenizer
 from dloop.drafters.block import BlockDrafter
 from dloop.gate import ALWAYS_OPEN
 from dloop.records import SCHEMA, Answer, prompt_sha256, round_record
+from dloop.settings import Settings
 from dloop.targets.hf import HFTarget
 
 WARM_UP_PASSES = 2  # the shapes come in turns, so that the second pass meets what the others left behind

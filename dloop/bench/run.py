@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dloop import checkpoint
-from dloop.api import Settings
 from dloop.bench.decode import Decoder, decode_sample, warm_up
 from dloop.bench.measure import figures
 from dloop.bench.ranks import Ranks, joined
@@ -25,6 +24,7 @@ from dloop.cli.race import bar
 from dloop.errors import UserError
 from dloop.load import load_drafter, load_target
 from dloop.records import SCHEMA, Json, dumps, hardware, plain, versions
+from dloop.settings import Settings
 
 IDENTITY = (
     "target",

@@ -10,13 +10,14 @@ import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from dloop.api import Settings, Stream, finished, start
+from dloop.api import Stream, finished, start
 from dloop.chat import Growing, Tokenizer, load_tokenizer
 from dloop.cli.generate import Command, Prompt
 from dloop.drafters.block import BlockDrafter
 from dloop.errors import UserError
 from dloop.load import load_drafter, load_target
 from dloop.records import Answer, Json, document, dumps, looped_tokens, plain, stage_counts
+from dloop.settings import Settings
 from dloop.trace import trace
 from dloop.types import Round
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from dloop.api import Settings, Stream, start
+from dloop.api import Stream, start
 from dloop.chat import Growing, Message, Tokenizer, load_tokenizer
 from dloop.cli.answer import WIDE, Voice, device_of, hush, warn_if_useless
 from dloop.cli.chat import HELP, Command, piped, typed
@@ -17,6 +17,7 @@ from dloop.drafters.block import BlockDrafter
 from dloop.errors import UserError
 from dloop.load import load_drafter, load_target
 from dloop.records import SCHEMA, Json, acceptance_length, dumps, looped_tokens, plain, round_record, stage_counts
+from dloop.settings import Settings
 from dloop.targets.hf import HFTarget
 from dloop.trace import trace
 from dloop.types import FinishReason, Round

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from dloop.api import Settings, start
+from dloop.api import start
 from dloop.chat import Tokenizer, load_tokenizer
 from dloop.cli.answer import decode as decode_stream
 from dloop.cli.answer import device_of
@@ -22,6 +22,7 @@ from dloop.gate import NEVER_OPENS
 from dloop.judge import Match
 from dloop.load import DTypeName, load_drafter, load_target
 from dloop.records import Answer, dumps
+from dloop.settings import Settings
 from dloop.targets.hf import HFTarget
 from dloop.types import Draft, Sampling, Verdict
 

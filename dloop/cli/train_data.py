@@ -48,6 +48,23 @@ def read_jsonl(command: Command, target: HFTarget, config: DSparkConfig) -> Toke
     return data
 
 
+def check_data(data: TokenFile, target: HFTarget, command: Command) -> None:
+    """Raises UserError if the data do not fit the target: ids beyond its vocabulary, samples beyond its context."""
+    path = command.train_data_path
+    low, high = int(data.flat.min()), int(data.flat.max())
+    if low < 0 or high >= target.vocab_size:
+        raise UserError(
+            f"{path} has the token {low if low < 0 else high}, {target.name} knows 0..{target.vocab_size - 1}; "
+            "tokenise it for this target"
+        )
+    longest = min(int(data.lens.sum(1).max()), data.max_length)
+    if longest > target.context:
+        raise UserError(
+            f"{path} has samples of {longest} tokens within --max-length {command.max_length}, {target.name} takes "
+            f"{target.context}; give --max-length {target.context} to cut them there"
+        )
+
+
 def count_lines(path: Path) -> int:
     with path.open("rb") as file:
         return sum(1 for _ in file)

@@ -2,13 +2,17 @@
 
 import hashlib
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,8 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from dloop import checkpoint
 from dloop.cli.answer import hush
 from dloop.cli.train import Command
-from dloop.cli.train_data import is_jsonl, read_jsonl
-from dloop.drafters.config import DSparkConfig, read_dspark
+from dloop.cli.train_data import check_data, is_jsonl, read_jsonl
+from dloop.drafters.config import read_dspark
 from dloop.drafters.dspark import DSpark
 from dloop.errors import UserError
 from dloop.load import check_device, check_pair, load_drafter, load_target
@@ -29,22 +33,42 @@ from dloop.train.checkpoint import latest, resume
 from dloop.train.losses import DSparkWeights
 from dloop.train.optim import Optimizer
 from dloop.train.start import from_target
-from dloop.train.trainer import COLUMNS, GraphedStep, Record, Step, TrainSettings, steps_per_epoch, train
+from dloop.train.trainer import COLUMNS, GraphedStep, Record, Step, TrainSettings, check, steps_of_epochs, train
+
+MOST_ANCHORS = 100_000
+RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (  # written so that NaN breaks every one
+    ("max_length", lambda value: value >= 2, "at least 2"),
+    ("num_epochs", lambda value: value >= 1, "at least 1"),
+    ("learning_rate", lambda value: 0 < value < math.inf, "above 0 and finite"),
+    ("warmup_ratio", lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    ("max_grad_norm", lambda value: value > 0, "above 0 (inf clips nothing)"),
+    ("seed", lambda value: 0 <= value < 2**31, "at least 0 and below 2^31"),
+    ("num_anchors", lambda value: 1 <= value <= MOST_ANCHORS, f"at least 1 and at most {MOST_ANCHORS}"),
+    ("loss_decay_gamma", lambda value: value > 0, "above 0 (inf weighs all rows alike)"),
+    ("dspark_ce_loss_alpha", lambda value: 0 <= value < math.inf, "at least 0 and finite"),
+    ("dspark_l1_loss_alpha", lambda value: 0 <= value < math.inf, "at least 0 and finite"),
+    ("dspark_confidence_head_alpha", lambda value: 0 <= value < math.inf, "at least 0 and finite"),
+    ("dloop_max_stage", lambda value: value >= 0, "at least 0 (0 trains the host alone)"),
+    ("dloop_loss_weight", lambda value: 0 <= value <= 1, "a weight from 0 to 1"),
+)
 
 
 def run(command: Command) -> int:
     """Train; one line of progress a record on standard error, with --json one document at the end."""
     refuse_unsupported(command)
+    refuse_numbers(command)
     hush()
     device = ("cuda" if torch.cuda.is_available() else "cpu") if command.device == "auto" else command.device
     where = check_device(device)
     data = None if is_jsonl(command.train_data_path) else TokenFile.read(command.train_data_path, command.max_length)
+    make_writable(command.output_dir)
     target = load_target(command.target_model_path, command.dtype, device)
     model = start_model(command, target).to(where)
     data = data or read_jsonl(command, target, model.config)
+    check_data(data, target, command)
     settings = settings_of(command, data)
     optimizer = Optimizer(model.parameters(), command.max_grad_norm)
-    fingerprint = fingerprint_of(command, model.config, settings, data)
+    fingerprint = fingerprint_of(command, model, settings, data)
     done = begin(command, model, optimizer, fingerprint)
     step = build_step(command, model, target, data, optimizer)
     records = follow(
@@ -71,15 +95,38 @@ def refuse_unsupported(command: Command) -> None:
         raise UserError("--target-model-backend sglang is not offered; hf runs the target inside the trainer")
     if (command.draft_init_path is None) == (command.draft_config_path is None):
         raise UserError("give either --draft-init-path (a drafter to start from) or --draft-config-path (a new one)")
+    if command.init_layers is not None and command.draft_init_path is not None:
+        raise UserError(
+            f"--init-layers {','.join(map(str, command.init_layers))} has no use with --draft-init-path, which brings "
+            "its own layers; leave one of them out"
+        )
     if command.cuda_graphs and command.accumulation_steps > 1:
         raise UserError("--cuda-graphs needs --accumulation-steps 1; leave one of them out")
-    if command.max_length < 2 or command.num_anchors < 1:
-        raise UserError(f"--max-length {command.max_length} and --num-anchors {command.num_anchors} are too small")
-    if command.dloop_max_stage < 0 or not 0 <= command.dloop_loss_weight <= 1 or command.loss_decay_gamma <= 0:
+
+
+def refuse_numbers(command: Command) -> None:
+    """Raises UserError at a number no run can use, NaN included."""
+    for name, holds, words in RULES:
+        value = getattr(command, name)
+        if not holds(value):
+            raise UserError(f"--{name.replace('_', '-')} {value} must be {words}")
+    if command.num_anchors > command.max_length:
         raise UserError(
-            f"--dloop-max-stage {command.dloop_max_stage}, --dloop-loss-weight {command.dloop_loss_weight}, "
-            f"--loss-decay-gamma {command.loss_decay_gamma}: stages are >= 0, the weight lies in [0, 1], gamma is > 0"
+            f"--num-anchors {command.num_anchors} is more than --max-length {command.max_length}, and a token is one "
+            "anchor at most; give as many anchors as tokens or fewer"
         )
+
+
+def make_writable(folder: Path) -> None:
+    """Make the output folder. Raises UserError if it cannot be made or written to: now, not after the first steps."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--output-dir {folder} cannot be written to ({error.strerror}); choose another folder"
+        ) from error
 
 
 def start_model(command: Command, target: HFTarget) -> DSpark:
@@ -94,7 +141,8 @@ def start_model(command: Command, target: HFTarget) -> DSpark:
         config = replace(config, gap_rows=command.gap_rows)
     check_pair(config, target, source)
     last = tuple(range(target.num_layers - config.num_layers, target.num_layers))
-    return from_target(config, target, command.init_layers or last, command.seed)
+    layers = last if command.init_layers is None else command.init_layers
+    return from_target(config, target, layers, command.seed)
 
 
 def settings_of(command: Command, data: TokenFile) -> TrainSettings:
@@ -104,14 +152,17 @@ def settings_of(command: Command, data: TokenFile) -> TrainSettings:
         batch_size=command.batch_size,
         learning_rate=command.learning_rate,
         warmup_ratio=command.warmup_ratio,
+        max_grad_norm=command.max_grad_norm,
         accumulation_steps=command.accumulation_steps,
         dloop_max_stage=command.dloop_max_stage,
         seed=command.seed,
         log_interval=command.log_interval,
         save_interval=command.save_interval,
     )
-    steps = command.max_steps if command.max_steps is not None else command.num_epochs * steps_per_epoch(data, settings)
-    return replace(settings, num_steps=steps)
+    if command.max_steps is not None:
+        return replace(settings, num_steps=command.max_steps)
+    check(settings)
+    return replace(settings, num_steps=steps_of_epochs(command.num_epochs, data, settings))
 
 
 def build_step(
@@ -162,21 +213,30 @@ def begin(command: Command, model: DSpark, optimizer: Optimizer, fingerprint: st
     return 0
 
 
-def fingerprint_of(command: Command, config: DSparkConfig, settings: TrainSettings, data: TokenFile) -> str:
-    """Everything that decides the numbers of a run; a resume must agree in it."""
+def fingerprint_of(command: Command, model: DSpark, settings: TrainSettings, data: TokenFile) -> str:
+    """Everything that decides the numbers of a run, data and starting weights by content; a resume must agree in it."""
     objective = [
         getattr(command, name) for name in vars(command) if name.startswith(("dspark_", "dloop_", "loss_", "num_anc"))
     ]
     facts = (
-        config,
+        model.config,
         replace(settings, log_interval=1, save_interval=1),
         objective,
         command.target_model_path,
         command.dtype,
     )
-    size = (len(data), len(data.flat), data.max_length)
-    labels = () if data.labels is None else (hashlib.sha256(data.labels.tobytes()).hexdigest(),)
-    return hashlib.sha256(repr((facts, *size, *labels)).encode()).hexdigest()[:12]
+    arrays = [data.flat, data.lens] + ([] if data.labels is None else [data.labels])
+    start = (value.detach().cpu().numpy() for value in model.state_dict().values())
+    return hashlib.sha256(repr((facts, data.max_length, digest(arrays), digest(start))).encode()).hexdigest()[:12]
+
+
+def digest(arrays: Iterable[np.ndarray]) -> str:
+    """A hash of types, shapes and contents."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(repr((array.dtype.str, array.shape)).encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
 
 
 def follow(stream: Iterator[Record], settings: TrainSettings, done: int) -> list[Record]:

@@ -7,12 +7,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from dloop.checkpoint import brief
 from dloop.drafters.gap import READINGS
 from dloop.errors import UserError
 from dloop.types import GapRows
 
 Json = Mapping[str, object]
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
+
+LIMITS = {  # of whole numbers in a config, drafter's or target's: far beyond all models, far below an overflow
+    "hidden_size": (1, 2**17),
+    "intermediate_size": (1, 2**20),
+    "num_hidden_layers": (1, 1024),
+    "num_target_layers": (1, 1024),
+    "num_attention_heads": (1, 4096),
+    "num_key_value_heads": (1, 4096),
+    "head_dim": (1, 2**14),
+    "vocab_size": (1, 2**24),
+    "max_position_embeddings": (1, 2**31),
+    "block_size": (1, 1024),
+    "mask_token_id": (0, 2**24),
+    "markov_rank": (0, 2**24),
+}
+MAX_BASE = 1e15
 
 DEEPSPEC_ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
 
@@ -77,15 +94,17 @@ class Reader:
         return self.nested.get(key, self.raw.get(key)) is not None
 
     def integer(self, key: str) -> int:
+        low, high = LIMITS[key]
         value = self.find(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.fail(f"{key}={value!r} must be a whole number >= 0")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.fail(f"{key}={brief(value)} must be a whole number from {low} to {high}")
         return value
 
-    def number(self, key: str) -> float:
+    def number(self, key: str, below: float) -> float:
+        """A positive number."""
         value = self.find(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.fail(f"{key}={value!r} must be a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
+            raise self.fail(f"{key}={brief(value)} must be a number above 0 and below {below:g}")
         return float(value)
 
     def boolean(self, key: str) -> bool:
@@ -96,41 +115,63 @@ class Reader:
 
     def integers(self, key: str) -> tuple[int, ...]:
         value = self.find(key)
-        if not isinstance(value, list) or not all(isinstance(x, int) for x in cast(list[object], value)):
-            raise self.fail(f"{key}={value!r} must be a list of whole numbers")
+        if not isinstance(value, list) or not all(type(x) is int for x in cast(list[object], value)):
+            raise self.fail(f"{key}={brief(value)} must be a list of whole numbers")
         return tuple(cast(list[int], value))
 
     def rope_theta(self) -> float:
         """Transformers 5 writes `rope_parameters`, older files `rope_theta`; a missing base is never defaulted."""
-        parameters = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
-        if not isinstance(parameters, Mapping):
-            raise self.fail(f"rope parameters {parameters!r} must be an object")
-        rope = cast(Json, parameters)
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise self.fail(f"rope type {kind!r} is not supported for block drafters; supported: 'default'")
-        if "rope_theta" in rope:
-            return Reader(rope, self.source).number("rope_theta")
-        return self.number("rope_theta")
+        bases = {"rope_theta": self.number("rope_theta", MAX_BASE)} if self.has("rope_theta") else {}
+        for key in ("rope_parameters", "rope_scaling"):
+            parameters = self.raw.get(key) or {}
+            if not isinstance(parameters, Mapping):
+                raise self.fail(f"{key}={brief(parameters)} must be an object")
+            rope = cast(Json, parameters)
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            if kind != "default":
+                raise self.fail(f"rope type {brief(kind)} is not supported for block drafters; supported: 'default'")
+            if "rope_theta" in rope:
+                bases[f"{key}.rope_theta"] = Reader(rope, self.source).number("rope_theta", MAX_BASE)
+        if len(set(bases.values())) > 1:
+            told = " but ".join(f"{key}={base:g}" for key, base in bases.items())
+            raise self.fail(f"{told}; a drafter has one RoPE base: keep the one it was trained with")
+        return next(iter(bases.values())) if bases else self.number("rope_theta", MAX_BASE)
+
+    def heads(self) -> dict[str, int]:
+        """The shape of the attention."""
+        heads, shared = self.integer("num_attention_heads"), self.integer("num_key_value_heads")
+        if heads % shared:
+            raise self.fail(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}")
+        head_dim = self.integer("head_dim")
+        if head_dim % 2:
+            raise self.fail(f"head_dim={head_dim} must be even: rotary positions turn pairs")
+        return {"num_heads": heads, "num_kv_heads": shared, "head_dim": head_dim}
+
+
+def fully_attends(raw: Json) -> bool:
+    """Whether `layer_types`, if there are any, is a list that names full attention alone."""
+    kinds = raw.get("layer_types")
+    return kinds is None or isinstance(kinds, list) and all(k == "full_attention" for k in cast(list[object], kinds))
 
 
 def read_block(reader: Reader, label_shift: int) -> dict[str, object]:
     """The fields all block families share; refuses what the shared stage function does not compute."""
     raw = reader.raw
     if raw.get("hidden_act", "silu") != "silu":
-        raise reader.fail(f"hidden_act={raw['hidden_act']!r} is not supported; block drafters use 'silu'")
-    layer_types = cast(list[object], raw.get("layer_types") or [])
-    if any(kind != "full_attention" for kind in layer_types):
-        raise reader.fail(f"layer_types={layer_types} has sliding layers, which are not supported; use full attention")
+        raise reader.fail(f"hidden_act={brief(raw['hidden_act'])} is not supported; block drafters use 'silu'")
+    if not fully_attends(raw):
+        found = brief(raw["layer_types"])
+        raise reader.fail(
+            f"layer_types={found} has layers other than 'full_attention', sliding ones say, which are not supported; "
+            "use a drafter with full attention"
+        )
     return {
         "hidden_size": reader.integer("hidden_size"),
         "intermediate_size": reader.integer("intermediate_size"),
         "num_layers": reader.integer("num_hidden_layers"),
-        "num_heads": reader.integer("num_attention_heads"),
-        "num_kv_heads": reader.integer("num_key_value_heads"),
-        "head_dim": reader.integer("head_dim"),
+        **reader.heads(),
         "vocab_size": reader.integer("vocab_size"),
-        "rms_norm_eps": reader.number("rms_norm_eps"),
+        "rms_norm_eps": reader.number("rms_norm_eps", 1.0),
         "rope_theta": reader.rope_theta(),
         "max_positions": reader.integer("max_position_embeddings"),
         "attention_bias": reader.boolean("attention_bias"),
@@ -150,7 +191,7 @@ def read_gap_rows(reader: Reader) -> GapRows:
         return "producing"
     value = cast(Json, own).get("gap_rows", "producing") if isinstance(own, Mapping) else own
     if value not in READINGS:
-        raise reader.fail(f"dloop_config.gap_rows={value!r} is not known; choose one of {', '.join(READINGS)}")
+        raise reader.fail(f"dloop_config.gap_rows={brief(value)} is not known; choose one of {', '.join(READINGS)}")
     return value
 
 
@@ -159,7 +200,7 @@ def read_dspark(raw: Json, source: str) -> DSparkConfig:
     reader = Reader(raw, source)
     kind = reader.find("markov_head_type") if reader.has("markov_head_type") else "vanilla"
     if kind not in ("vanilla", "gated", "rnn"):
-        raise reader.fail(f"markov_head_type={kind!r} is not known; choose vanilla, gated or rnn")
+        raise reader.fail(f"markov_head_type={brief(kind)} is not known; choose vanilla, gated or rnn")
     confidence = reader.boolean("enable_confidence_head") if reader.has("enable_confidence_head") else False
     return DSparkConfig(
         **read_block(reader, label_shift=0),  # pyright: ignore[reportArgumentType]

@@ -51,7 +51,10 @@ class TokenFile:
 
     @classmethod
     def read(cls, path: Path, max_length: int) -> "TokenFile":
-        """Read an .npz with `flat` [total] and `lens` [samples, 2]. Samples are cut at `max_length` tokens."""
+        """Read an .npz with `flat` [total] and `lens` [samples, 2]. Samples are cut at `max_length` tokens.
+
+        Raises UserError for a file that is none, is damaged, or whose arrays cannot be tokens and lengths.
+        """
         if not path.is_file():
             raise UserError(
                 f"--train-data-path {path} does not exist; give conversations (.jsonl) or tokens (.npz with 'flat' "
@@ -59,11 +62,14 @@ class TokenFile:
             )
         try:
             with np.load(path) as data:
-                flat, lens = data["flat"], data["lens"].astype(np.int64)
-        except (ValueError, KeyError, OSError) as error:
-            raise UserError(f"{path} is not a token file (.npz with 'flat' and 'lens'): {error}") from error
-        if lens.ndim != 2 or lens.shape[1] != 2 or lens.sum() != len(flat):
-            raise UserError(f"{path}: 'lens' {lens.shape} must be [samples, 2] and add up to the {len(flat)} tokens")
+                flat, lens = data["flat"], data["lens"]
+        except Exception as error:  # a damaged archive raises whatever zipfile, zlib, struct and numpy trip over
+            raise UserError(
+                f"{path} is not a whole token file ({type(error).__name__}: {error}); write it again as .npz with "
+                "'flat' and 'lens'"
+            ) from error
+        check_arrays(path, flat, lens, max_length)
+        lens = lens.astype(np.int64)
         starts = np.concatenate([[0], lens.sum(1).cumsum()[:-1]])
         return cls(flat, lens, starts, max_length)
 
@@ -103,18 +109,41 @@ class TokenFile:
         return TrainBatch(tokens, mask, lengths, torch.from_numpy(self.starts[indices]))
 
 
+def check_arrays(path: Path, flat: np.ndarray, lens: np.ndarray, max_length: int) -> None:
+    """Raises UserError unless these are whole numbers, lengths that add up, and something to train on."""
+    for name, array, shape in (("flat", flat, "[tokens]"), ("lens", lens, "[samples, 2]")):
+        if not np.issubdtype(array.dtype, np.integer):
+            raise UserError(f"{path}: {name!r} holds {array.dtype}, not whole numbers; store it as integers")
+        if array.ndim != len(shape.split(",")) or (name == "lens" and array.shape[1] != 2):
+            raise UserError(f"{path}: {name!r} has the shape {list(array.shape)}; store it as {shape}")
+    if len(lens) and (lens.min() < 0 or lens.max() > len(flat)):
+        raise UserError(f"{path}: 'lens' has {lens.min()}..{lens.max()}; lengths lie in 0..{len(flat)}, all tokens")
+    if lens.sum() != len(flat):
+        raise UserError(f"{path}: 'lens' adds up to {lens.sum()}, but 'flat' has {len(flat)} tokens; write both anew")
+    empty = np.flatnonzero(lens.sum(1) == 0)
+    if len(empty):
+        raise UserError(f"{path}: sample {empty[0]} (from 0) has no token; leave it out of 'lens'")
+    if not ((lens[:, 1] > 0) & (lens[:, 0] < max_length)).any():
+        raise UserError(
+            f"{path}: none of {len(lens)} samples has a response token within --max-length {max_length}; the second "
+            "column of 'lens' counts them"
+        )
+
+
 def plan_epoch(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
     """Which samples form which batch of an epoch: a pure function of its arguments, so that a run can resume.
 
-    Samples of like length stand together (inside windows of `BUCKET` batches); an incomplete last batch is left out.
+    Samples of like length stand together (inside windows of `BUCKET` batches). What does not fill a last batch is left
+    out, at random and not by length.
     """
     order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
+    order = order[: len(order) // batch_size * batch_size]
     batches: list[np.ndarray] = []
     window = batch_size * BUCKET
     for start in range(0, len(order), window):
         part = order[start : start + window]
         part = part[np.argsort(lengths[part], kind="stable")]
-        batches += [part[i : i + batch_size] for i in range(0, len(part) - batch_size + 1, batch_size)]
+        batches += [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
     return [batches[i] for i in np.random.default_rng([seed, epoch, 1]).permutation(len(batches))]
 
 

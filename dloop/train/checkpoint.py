@@ -2,10 +2,12 @@
 
 import re
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from dloop import checkpoint
 from dloop.drafters.config import write_dspark
@@ -25,18 +27,27 @@ class Progress(NamedTuple):
 
 
 def save(output_dir: Path, progress: Progress, model: DSpark, optimizer: Optimizer, fingerprint: str) -> Path:
-    """Write weights in bfloat16, float32 masters and optimiser state; the folder appears under its name when whole."""
+    """Write weights in bfloat16, float32 masters and optimiser state; the folder appears under its name when whole.
+
+    Raises RuntimeError before anything is written if a value is not finite.
+    """
     folder = output_dir / f"epoch_{progress.epoch}_step_{progress.step}"
+    weights = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
+    masters, adam = model.state_dict(), optimizer.adam.state_dict()
+    if not all_finite(tensors_in((weights, masters, adam["state"]))):
+        raise RuntimeError(
+            f"weights or optimiser state are not finite after step {progress.step}, so {folder.name} is not written; "
+            "lower the learning rate"
+        )
     partial = output_dir / f".{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    weights = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
     checkpoint.write_checkpoint(partial, write_dspark(model.config, "bfloat16"), weights)
     state = {
         "epoch": progress.epoch,
         "step": progress.step,
         "fingerprint": fingerprint,
-        "masters": model.state_dict(),
-        "optimizer": optimizer.adam.state_dict(),
+        "masters": masters,
+        "optimizer": adam,
     }
     torch.save(state, partial / STATE)
     shutil.rmtree(folder, ignore_errors=True)
@@ -59,14 +70,48 @@ def steps_of(name: str) -> int:
 
 
 def resume(folder: Path, model: DSpark, optimizer: Optimizer, fingerprint: str) -> Progress:
-    """Load masters and optimiser state into what was built with the same settings."""
-    state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    """Load masters and optimiser state into what was built with the same settings.
+
+    Raises UserError if the state is damaged, not finite, or of other settings.
+    """
+    try:
+        state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+        found = [state[key] for key in ("fingerprint", "epoch", "step", "masters", "optimizer")]
+    except Exception as error:  # a damaged archive raises whatever its readers trip over
+        raise UserError(
+            f"{folder / STATE} cannot be read ({type(error).__name__}); remove that folder to go on before it"
+        ) from error
     if state["fingerprint"] != fingerprint:
         raise UserError(
             f"{folder} was written by a run with other settings ({state['fingerprint']} instead of {fingerprint}); "
             "resume with the same settings or choose another --output-dir"
         )
+    if not all_finite(tensors_in(found)):
+        raise UserError(
+            f"{folder} holds values that are not finite: its run had diverged; remove it to go on from the one before, "
+            "or start anew with a lower --learning-rate"
+        )
     model.load_state_dict(state["masters"])
     optimizer.adam.load_state_dict(state["optimizer"])
     optimizer.adam.param_groups[0]["lr"] = optimizer.rate  # the loaded copy is no longer the tensor that set_rate fills
     return Progress(int(state["epoch"]), int(state["step"]))
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Every tensor in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors_in(list(cast(dict[object, object], value).values()))
+    elif isinstance(value, list | tuple):
+        for item in cast(list[object], value):
+            yield from tensors_in(item)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no tensor has a NaN or an infinity; one read-back a device."""
+    faults: dict[torch.device, Tensor] = {}
+    for tensor in tensors:
+        fault = ~tensor.isfinite().all()
+        faults[tensor.device] = faults[tensor.device] | fault if tensor.device in faults else fault
+    return not any(bool(fault) for fault in faults.values())

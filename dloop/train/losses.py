@@ -1,4 +1,4 @@
-"""Losses as sums and weights, so that accumulation and ranks are normalised by one global count."""
+"""Losses as sums and weights, so that the parts of a step are normalised by one total weight."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,9 +19,10 @@ class DSparkSums(NamedTuple):
     confidence: Float[Tensor, ""]
     weight: Float[Tensor, ""]
 
-    def mean(self, weights: "DSparkWeights") -> Float[Tensor, ""]:
+    def mean(self, weights: "DSparkWeights", weight: Float[Tensor, ""] | None = None) -> Float[Tensor, ""]:
+        """The mixed terms over these rows' own weight, or over `weight`: that of all parts of a step."""
         total = weights.ce * self.ce + weights.l1 * self.l1 + weights.confidence * self.confidence
-        return total / (self.weight + EPSILON)
+        return total / ((self.weight if weight is None else weight) + EPSILON)
 
 
 @dataclass(frozen=True, kw_only=True)

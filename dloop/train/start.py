@@ -26,6 +26,8 @@ def from_target(config: DSparkConfig, target: HFTarget, layers: tuple[int, ...],
     layer starts with the target's own keys and values; the Markov bias starts at zero.
     Raises UserError if a copied layer does not fit.
     """
+    if not config.num_layers:
+        raise UserError("num_hidden_layers=0 leaves the drafter without a layer; give its config at least 1")
     if len(layers) != config.num_layers or not all(0 <= layer < target.num_layers for layer in layers):
         raise UserError(
             f"init layers {list(layers)} must name {config.num_layers} layers of the target, 0..{target.num_layers - 1}"

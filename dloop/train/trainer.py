@@ -1,9 +1,8 @@
 """The training run: batches in, steps, records out. Parallelism and compilation are applied from outside."""
 
 import csv
+import math
 import random
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +15,12 @@ from torch import Tensor
 
 from dloop.errors import UserError
 from dloop.targets.hf import BatchFeatures
-from dloop.train.batch import TokenFile, TrainBatch, batches, plan_epoch
-from dloop.train.block import DSparkObjective, Loss
+from dloop.train.anchors import Anchors
+from dloop.train.batch import TokenFile, TrainBatch, batches
+from dloop.train.block import DSparkObjective, Loss, TotalWeights
 from dloop.train.checkpoint import Progress, save
+from dloop.train.interrupt import Interrupt
+from dloop.train.losses import DSparkSums
 from dloop.train.optim import Optimizer, learning_rate
 
 COLUMNS = ("loss", "grad_norm", "host_ce", "host_l1", "host_confidence", "loop_ce", "loop_l1", "loop_confidence")
@@ -56,7 +58,10 @@ def depth_at(step: int, max_stage: int, seed: int) -> int:
 
 
 class Step:
-    """One training step on the device; returns COLUMNS without waiting for them."""
+    """One training step on the device; returns COLUMNS without waiting for them.
+
+    The parts of an accumulated step share their denominators: it is the step of one batch that holds them all.
+    """
 
     def __init__(
         self, objective: DSparkObjective, features: Callable[[TrainBatch], BatchFeatures], optimizer: Optimizer
@@ -67,20 +72,23 @@ class Step:
 
     def __call__(self, parts: list[TrainBatch], depth: int) -> Float[Tensor, " c"]:
         self.optimizer.clear()
-        values: list[Tensor] = []
-        for batch in parts:
-            loss = self.loss(batch, depth)
-            (loss.total / len(parts)).backward()
-            values.append(summary(loss))
+        drawn = [(batch, self.objective.draw(batch)) for batch in parts]
+        totals = self.objective.total_weights(drawn, depth)
+        losses: list[Loss] = []
+        for batch, anchors in drawn:
+            loss = self.loss(batch, depth, anchors, totals)
+            loss.total.backward()
+            losses.append(loss)
         norm = self.optimizer.step()
-        mean = torch.stack(values).mean(0)
-        return torch.cat([mean[:1], norm.detach()[None], mean[1:]])
+        values = summary(losses)
+        return torch.cat([values[:1], norm.detach()[None], values[1:]])
 
-    def loss(self, batch: TrainBatch, depth: int) -> Loss:
+    def loss(self, batch: TrainBatch, depth: int, anchors: Anchors, totals: TotalWeights) -> Loss:
+        """The loss of one part; those of all parts add up."""
         features = self.features(batch)
         half = features.taps.dtype == torch.bfloat16
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=half):
-            return self.objective(batch, features, depth)
+            return self.objective(batch, features, depth, anchors, totals)
 
 
 class GraphedStep:
@@ -119,13 +127,20 @@ class GraphedStep:
         return graph, buffers, values
 
 
-def summary(loss: Loss) -> Float[Tensor, " c"]:
-    """[loss, host terms, loop terms], each term as a mean; zeros for a loop stage that was not trained."""
-    terms = [loss.total]
-    for sums in (loss.host, loss.loop):
-        for value in (loss.host if sums is None else sums)[:3]:
-            terms.append(torch.zeros_like(value) if sums is None else value / sums.weight.clamp(min=1e-6))
-    return torch.stack(terms).detach()
+def summary(losses: list[Loss]) -> Float[Tensor, " c"]:
+    """[loss, host terms, loop terms] of a step, each term as a mean over the rows of all parts; zeros for a loop stage
+    that was not trained.
+    """
+    host = added([loss.host for loss in losses])
+    loops = [loss.loop for loss in losses if loss.loop is not None]
+    loop = added(loops) if loops else torch.zeros_like(host)
+    means = [sums[:3] / sums[3].clamp(min=1e-6) for sums in (host, loop)]
+    return torch.cat([torch.stack([loss.total.detach() for loss in losses]).sum()[None], *means])
+
+
+def added(parts: list[DSparkSums]) -> Float[Tensor, " s"]:
+    """The sums of all parts: three terms and their weight."""
+    return torch.stack([torch.stack(sums) for sums in parts]).sum(0).detach()
 
 
 def train(
@@ -138,59 +153,57 @@ def train(
     fingerprint: str = "",
 ) -> Iterator[Record]:
     """Train from step `done` on; yield a record every `log_interval` steps. Saves on the way, at the end, and when
-    interrupted (Ctrl-C or the consumer's close).
+    interrupted (Ctrl-C or the consumer's close). Raises RuntimeError, and saves no more, once a value is not finite.
     """
     check(settings)
     optimizer, model = step_once.optimizer, step_once.objective.model
-    parts_done, parts = done * settings.accumulation_steps, settings.num_steps * settings.accumulation_steps
-    stream = batches(data, settings.batch_size, settings.seed, parts_done, parts)
-    per_epoch = steps_per_epoch(data, settings)
+    stream = parts_of_steps(data, settings, done)
     log = Log(output_dir / "train.csv", done)
     saved = step = done
     interrupt = Interrupt()
+
+    def keep() -> None:
+        with interrupt.held():
+            log.check(step)
+            save(output_dir, Progress(epoch_at(step, data, settings), step), model, optimizer, fingerprint)
+
     try:
         while step < settings.num_steps:
             interrupt.check()
-            rate = learning_rate(step, settings.num_steps, settings.learning_rate, settings.warmup_ratio)
-            optimizer.set_rate(rate)
-            seed_step(settings.seed, step)
-            chosen = [next(stream).to(optimizer.rate.device) for _ in range(settings.accumulation_steps)]
-            log.add(step_once(chosen, depth_at(step, settings.dloop_max_stage, settings.seed)))
+            log.add(advance(step_once, stream, settings, step))
             step += 1
             if step % settings.log_interval == 0 or step == settings.num_steps:
-                yield log.line(step, step // per_epoch, rate)
+                yield log.line(step, epoch_at(step, data, settings), rate_at(step - 1, settings))
             if step % settings.save_interval == 0:
-                save(output_dir, Progress(step // per_epoch, step), model, optimizer, fingerprint)
+                keep()
                 saved = step
     finally:
-        interrupt.restore()
-        if step != saved:
-            save(output_dir, Progress(step // per_epoch, step), model, optimizer, fingerprint)
+        try:
+            if step != saved and not interrupt.insisted:
+                keep()
+        finally:
+            interrupt.restore()
 
 
-class Interrupt:
-    """Ctrl-C asks for an end at the next step's boundary, where weights and step count agree; a second one insists."""
+def parts_of_steps(data: TokenFile, settings: TrainSettings, done: int) -> Iterator[TrainBatch]:
+    """The batches of all steps from `done` on, one after another."""
+    first, last = (count * settings.accumulation_steps for count in (done, settings.num_steps))
+    return batches(data, settings.batch_size, settings.seed, first, last)
 
-    def __init__(self) -> None:
-        self.asked = False
-        self.before = signal.getsignal(signal.SIGINT)
-        self.in_main_thread = threading.current_thread() is threading.main_thread()
-        if self.in_main_thread:
-            signal.signal(signal.SIGINT, self._ask)
 
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if an end was asked for."""
-        if self.asked:
-            raise KeyboardInterrupt
+def rate_at(step: int, settings: TrainSettings) -> float:
+    """The learning rate of a 0-based step."""
+    return learning_rate(step, settings.num_steps, settings.learning_rate, settings.warmup_ratio)
 
-    def restore(self) -> None:
-        if self.in_main_thread:
-            signal.signal(signal.SIGINT, self.before)
 
-    def _ask(self, _signal: int, _frame: object) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
+def advance(
+    step_once: Step | GraphedStep, stream: Iterator[TrainBatch], settings: TrainSettings, step: int
+) -> Float[Tensor, " c"]:
+    """Take one step with the next batches; COLUMNS."""
+    step_once.optimizer.set_rate(rate_at(step, settings))
+    seed_step(settings.seed, step)
+    chosen = [next(stream).to(step_once.optimizer.rate.device) for _ in range(settings.accumulation_steps)]
+    return step_once(chosen, depth_at(step, settings.dloop_max_stage, settings.seed))
 
 
 def seed_step(seed: int, step: int) -> None:
@@ -198,10 +211,19 @@ def seed_step(seed: int, step: int) -> None:
     torch.manual_seed(seed * 1_000_003 + step)
 
 
-def steps_per_epoch(data: TokenFile, settings: TrainSettings) -> int:
-    """Optimiser steps in one pass over the data, at least 1."""
-    batches_per_epoch = len(plan_epoch(data.lens.sum(1), settings.batch_size, settings.seed, 0))
-    return max(1, batches_per_epoch // settings.accumulation_steps)
+def batches_per_epoch(data: TokenFile, settings: TrainSettings) -> int:
+    """Batches in one pass over the data, at least 1."""
+    return max(1, len(data) // settings.batch_size)
+
+
+def epoch_at(step: int, data: TokenFile, settings: TrainSettings) -> int:
+    """Whole passes over the data after so many steps."""
+    return step * settings.accumulation_steps // batches_per_epoch(data, settings)
+
+
+def steps_of_epochs(num_epochs: int, data: TokenFile, settings: TrainSettings) -> int:
+    """Steps in so many passes, at least 1: batches that do not fill a last step are left out once, not every pass."""
+    return max(1, num_epochs * batches_per_epoch(data, settings) // settings.accumulation_steps)
 
 
 def check(settings: TrainSettings) -> None:
@@ -226,12 +248,21 @@ class Log:
     def add(self, values: Float[Tensor, " c"]) -> None:
         self.pending.append(values)
 
-    def line(self, step: int, epoch: int, rate: float) -> Record:
+    def check(self, step: int) -> list[float]:
+        """The means since the last line. Raises RuntimeError if one is not finite."""
+        if not self.pending:
+            return []
         values = torch.stack(self.pending).mean(0).tolist()  # sync
-        if not all(value == value for value in values):
+        if not all(map(math.isfinite, values)):
             raise RuntimeError(
-                f"the loss is not a number in steps {step - len(self.pending)}..{step}; lower the learning rate"
+                f"the loss is not finite in steps {step - len(self.pending) + 1}..{step}, so no checkpoint of them is "
+                "written; lower the learning rate"
             )
+        return values
+
+    def line(self, step: int, epoch: int, rate: float) -> Record:
+        """Write the means since the last line. Raises RuntimeError if one is not finite."""
+        values = self.check(step)
         elapsed = (time.perf_counter() - self.started) * 1000 / len(self.pending)
         self.pending = []
         self.started = time.perf_counter()

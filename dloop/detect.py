@@ -1,0 +1,140 @@
+"""What a config says its checkpoint is: a target that can be decoded exactly, or a drafter and of which family."""
+
+from collections.abc import Mapping
+from typing import cast
+
+from dloop.checkpoint import brief
+from dloop.drafters.config import DEEPSPEC_ARCHITECTURES, LIMITS, BlockConfig, Json, Reader, fully_attends
+from dloop.errors import UserError
+from dloop.targets.hf import SUPPORTED, HFTarget
+
+FAMILIES = ("dspark",)
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # whose frequencies are the same in every forward
+
+
+def check_target(raw: Json, name: str) -> None:
+    """Refuse what is not a target, or not one that can be decoded exactly here."""
+    if is_drafter(raw):
+        raise UserError(
+            f"{name} is a drafter for a target of {brief(raw.get('num_target_layers'))} layers, not a target; "
+            "give it as the drafter (--draft-model) and its target as the target (--model)"
+        )
+    kind = raw.get("model_type")
+    if kind not in SUPPORTED:
+        raise UserError(f"{name} is a {brief(kind)} model; supported targets: {', '.join(SUPPORTED)}")
+    if not fully_attends(raw) or raw.get("use_sliding_window"):
+        raise UserError(
+            f"{name} has layers without full attention (layer_types={brief(raw.get('layer_types'))}); the cache of "
+            "sliding-window layers, for one, cannot be shortened here: use a full-attention model"
+        )
+    quantised = raw.get("quantization_config")
+    if quantised is not None:
+        method = cast(Json, quantised).get("quant_method") if isinstance(quantised, Mapping) else quantised
+        raise UserError(
+            f"{name} is quantised (quantization_config: {brief(method)}), which is not supported; "
+            "use the checkpoint that is not quantised"
+        )
+    if raw.get("transformers_weights") is not None:
+        raise UserError(f"{name} names other weights in its config (transformers_weights); remove that key")
+    for key in LIMITS:
+        if raw.get(key) is not None:
+            Reader(raw, f"{name}/config.json").integer(key)
+    check_rope(raw, name)
+
+
+def check_rope(raw: Json, name: str) -> None:
+    """Refuse rotary embeddings that depend on how long a forward is: plain and speculative decoding would differ."""
+    for key in ("rope_parameters", "rope_scaling"):
+        parameters = raw.get(key)
+        if parameters is None:
+            continue
+        if not isinstance(parameters, Mapping):
+            raise UserError(f"{name}: {key}={brief(parameters)} must be an object; fetch config.json again")
+        rope = cast(Json, parameters)
+        for kind in (rope[field] for field in ("rope_type", "type") if rope.get(field) is not None):
+            if kind not in ROPE_TYPES:
+                raise UserError(
+                    f"{name} has RoPE of type {brief(kind)}; types whose frequencies change with the length of a "
+                    "forward, as longrope and dynamic do, cannot be decoded exactly, because a verification is "
+                    f"longer than a plain step: use a model with one of {', '.join(ROPE_TYPES)}"
+                )
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            raise UserError(f"{name}: {key} differs by layer, which is not supported; use a model with one RoPE")
+
+
+def is_drafter(raw: Json) -> bool:
+    """Whether a config has fields that only drafters have."""
+    return "dflash_config" in raw or "target_layer_ids" in raw or "block_size" in raw
+
+
+def detect_family(raw: Json, name: str) -> str:
+    """The host family, from the config alone, in the published order of precedence."""
+    architectures = raw.get("architectures") or ["(none)"]
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise UserError(
+            f"{name}: architectures={brief(architectures)} must be a list of names; fetch config.json again"
+        )
+    architecture = architectures[0]
+    own = raw.get("dflash_config")
+    if own is not None and not isinstance(own, Mapping):
+        raise UserError(f"{name}: dflash_config={brief(own)} must be an object; fetch config.json again")
+    nested = cast(Json, own or {})
+    projector = nested.get("projector_type")
+    if architecture == "DFlash2DraftModel" or any(
+        nested.get(k, raw.get(k)) for k in ("conv_kernel_size", "selector_rank")
+    ):
+        found = "a DFlash 2 drafter (another model than DFlash)"
+    elif "speculators_model_type" in raw or "transformer_layer_config" in raw:
+        found = "a drafter in vLLM's speculators format; convert it to its published host format"
+    elif architecture in DEEPSPEC_ARCHITECTURES or projector == "dspark" or architecture == "DSparkDraftModel":
+        if architecture.startswith("Gemma4"):
+            raise UserError(
+                f"{name} is a Gemma 4 DSpark drafter, which is not supported; supported families: dspark (Qwen3)"
+            )
+        return "dspark"
+    elif projector in ("domino", "causal_v5") or architecture == "DominoDraftModel":
+        found = "a Domino drafter"
+    elif architecture == "DFlashDraftModel" and projector is None:
+        found = "a DFlash drafter"
+    elif not is_drafter(raw):
+        found = (
+            f"a plain {architecture}, not a drafter; give it as the target (--model), and a drafter trained for it "
+            "as the drafter (--draft-model)"
+        )
+    else:
+        found = f"of architecture {brief(architecture)} with projector type {brief(projector)}"
+    raise UserError(f"{name} is {found}; supported families: {', '.join(FAMILIES)}")
+
+
+def check_pair(config: BlockConfig, target: HFTarget, name: str) -> None:
+    """A drafter fits one target only: every mismatch would lower acceptance silently, so it is refused."""
+    if config.vocab_size != target.vocab_size:
+        raise UserError(
+            f"{name} has a vocabulary of {config.vocab_size} tokens, {target.name} one of {target.vocab_size}; "
+            "they must be the same: use the drafter trained for this target"
+        )
+    if config.hidden_size != target.hidden_size:
+        raise UserError(
+            f"{name} expects hidden size {config.hidden_size}, {target.name} has {target.hidden_size}; use its target"
+        )
+    if config.num_target_layers != target.num_layers:
+        raise UserError(
+            f"{name} was trained on a target of {config.num_target_layers} layers, {target.name} has "
+            f"{target.num_layers}; use the drafter trained for this target"
+        )
+    taps = config.target_layer_ids
+    if not taps or list(taps) != sorted(set(taps)) or taps[-1] >= target.num_layers - 1 or taps[0] < -1:
+        raise UserError(
+            f"{name} taps the layers {list(taps)} of a target with layers 0..{target.num_layers - 1}; taps must "
+            f"increase and stay below {target.num_layers - 1} (the last layer's state exists normed and un-normed)"
+        )
+    if config.rope_theta != target.rope_theta:
+        raise UserError(
+            f"{name} has RoPE base {config.rope_theta:g}, {target.name} {target.rope_theta:g}; a drafter run "
+            "with another base than it was trained with accepts almost nothing: correct rope_theta in its config.json"
+        )
+    if config.mask_token_id >= config.vocab_size:
+        raise UserError(
+            f"{name}: mask_token_id={config.mask_token_id} is out of range; the vocabulary has "
+            f"{config.vocab_size} tokens: correct config.json"
+        )
