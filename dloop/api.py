@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from dloop.drafters.block import BlockDrafter
-from dloop.gate import FixedGate, GateSum
+from dloop.gate import FixedGate, Gate, GateSum
 from dloop.load import check_pair
 from dloop.loop import Judge, Session, decode, run_one
 from dloop.settings import (
@@ -45,10 +45,11 @@ class Generation:
 class Stream:
     """Rounds as they happen. `first` is the token prefill gave; `finish_reason` is known at the end."""
 
-    def __init__(self, events: Iterator[First | Round], seed: int | None) -> None:
+    def __init__(self, events: Iterator[First | Round], seed: int | None, exact: bool) -> None:
         self._events = events
         self._first: First | None = None
         self.seed = seed
+        self.exact = exact
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -185,17 +186,27 @@ def start(
 
     `judge` replaces the one the settings ask for.
     """
-    check_types(settings)
-    refuse_unsupported(settings, drafter)
-    if drafter is not None:
-        check_pair(drafter.config, target, drafter.name)  # loaded for one target, handed another
+    check_request(target, drafter, settings)
     prompt = check_prompt(prompt_ids, target, settings.max_new_tokens)
     sampling = sampling_of(settings)
     limits = limits_of(settings, target, drafter)
     session = Session(target=target.open(drafter.taps if drafter else ()), drafter=drafter.open() if drafter else None)
-    gate = FixedGate(settings.loop_gate, settings.gate_sum)
-    task = decode(session, 0, prompt, gate=gate, judge=judge or judge_of(settings, sampling), limits=limits)
-    return Stream(run_one(task, session), None if sampling.is_greedy else sampling.seed)
+    judge = judge or judge_of(settings, sampling, drafter)
+    task = decode(session, 0, prompt, gate=gate_of(settings), judge=judge, limits=limits)
+    return Stream(run_one(task, session), None if sampling.is_greedy else sampling.seed, target.is_exact)
+
+
+def check_request(target: HFTarget, drafter: BlockDrafter | None, settings: Settings) -> None:
+    """Raises UserError for settings that these models cannot honour."""
+    check_types(settings)
+    refuse_unsupported(settings, target, drafter)
+    if drafter is not None:
+        check_pair(drafter.config, target, drafter.name)  # loaded for one target, handed another
+
+
+def gate_of(settings: Settings) -> Gate:
+    """A gate for one sequence."""
+    return FixedGate(settings.loop_gate, settings.gate_sum)
 
 
 def collect(stream: Stream) -> Generation:
@@ -213,5 +224,5 @@ def finished(stream: Stream, rounds: list[Round]) -> Generation:
         rounds=rounds,
         finish_reason=stream.finish_reason,
         seed=stream.seed,
-        exact=False,
+        exact=stream.exact,
     )

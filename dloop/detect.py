@@ -1,6 +1,6 @@
 """What a config says its checkpoint is: a target that can be decoded exactly, or a drafter and of which family."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 from dloop.checkpoint import brief
@@ -8,7 +8,8 @@ from dloop.drafters.config import DEEPSPEC_ARCHITECTURES, LIMITS, BlockConfig, J
 from dloop.errors import UserError
 from dloop.targets.hf import SUPPORTED, HFTarget
 
-FAMILIES = ("dspark",)
+FAMILIES = ("dflash", "dspark", "domino")
+HEADS = {"markov_head.": "dspark", "prefix_gru.": "domino"}  # tensors that only one family has
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # whose frequencies are the same in every forward
 
 
@@ -89,13 +90,14 @@ def detect_family(raw: Json, name: str) -> str:
     elif architecture in DEEPSPEC_ARCHITECTURES or projector == "dspark" or architecture == "DSparkDraftModel":
         if architecture.startswith("Gemma4"):
             raise UserError(
-                f"{name} is a Gemma 4 DSpark drafter, which is not supported; supported families: dspark (Qwen3)"
+                f"{name} is a Gemma 4 DSpark drafter, which is not supported; supported families: "
+                f"{', '.join(FAMILIES)} (Qwen3 blocks)"
             )
         return "dspark"
     elif projector in ("domino", "causal_v5") or architecture == "DominoDraftModel":
-        found = "a Domino drafter"
+        return "domino"
     elif architecture == "DFlashDraftModel" and projector is None:
-        found = "a DFlash drafter"
+        return "dflash"
     elif not is_drafter(raw):
         found = (
             f"a plain {architecture}, not a drafter; give it as the target (--model), and a drafter trained for it "
@@ -104,6 +106,17 @@ def detect_family(raw: Json, name: str) -> str:
     else:
         found = f"of architecture {brief(architecture)} with projector type {brief(projector)}"
     raise UserError(f"{name} is {found}; supported families: {', '.join(FAMILIES)}")
+
+
+def check_heads(family: str, tensors: Iterable[str], name: str) -> None:
+    """The tensors must be those of the family the config names: an early file may say one thing and hold another."""
+    for key in tensors:
+        owner = next((family for prefix, family in HEADS.items() if key.startswith(prefix)), family)
+        if owner != family:
+            raise UserError(
+                f"{name}: its config says {family}, its tensor {key} is {owner}'s; correct projector_type and "
+                "architectures in its config.json, or fetch the checkpoint again"
+            )
 
 
 def check_pair(config: BlockConfig, target: HFTarget, name: str) -> None:

@@ -1,6 +1,8 @@
-"""DSpark drafters between their published layouts: SpecForge's nested config, DeepSpec's flat one with own vocabulary.
+"""Block drafters between their published layouts. Tensors are passed on bit for bit.
 
-Tensors are passed on bit for bit. Sources: DeepSpec's checkpoints, SpecForge's loader for them.
+specforge: a nested config that names the family's own model. dflash: the same under DFlashDraftModel, as the released
+Domino files, z-lab's and SpecForge's early DSpark ones. deepspec: DSpark's flat config, with the target's vocabulary.
+Sources: the checkpoints of z-lab, DeepSpec, SpecForge and Domino, and the loaders that read them.
 """
 
 import shutil
@@ -12,16 +14,18 @@ import torch
 from torch import Tensor
 
 from dloop import checkpoint
-from dloop.drafters.config import Json, read_dspark
-from dloop.drafters.dspark import DSpark
+from dloop.detect import check_heads, check_pair, detect_family
+from dloop.drafters.config import BlockConfig, Json
+from dloop.drafters.families import READERS, build, named
 from dloop.errors import UserError
-from dloop.load import DEMO, check_pair, detect_family
+from dloop.load import DEMO
 from dloop.targets.hf import HFTarget
 from dloop.types import Vocabulary
 
-Layout = Literal["specforge", "deepspec"]
+Layout = Literal["specforge", "dflash", "deepspec"]
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FLAT = ("projector_type", "attention_mode")  # what only the nested layout says
+TOP = ("block_size", "num_target_layers")
 NESTED = (
     "mask_token_id",
     "target_layer_ids",
@@ -30,28 +34,41 @@ NESTED = (
     "enable_confidence_head",
     "confidence_head_with_markov",
     "confidence_head_alpha",
+    "pure_draft_prefix_len",
+    "emb_dim",
+    "gru_hidden_dim",
+    "shift_label",
 )
 
 
 def in_layout(
     layout: Layout, config: Json, tensors: Mapping[str, Tensor], vocabulary: Vocabulary
 ) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """A drafter's config and tensors, of either layout, in this layout. `vocabulary` is the target's.
+    """A drafter's config and tensors, of any layout, in this layout. `vocabulary` is the target's.
 
-    Raises UserError if a vocabulary of the drafter's own would be lost.
+    Raises UserError if the family has no such layout, or if a vocabulary of the drafter's own would be lost.
     """
+    read = read_config(config, "the drafter")
     own = {key: tensors[key] for key in (EMBEDDING, HEAD) if key in tensors}
     rest = {key: value for key, value in tensors.items() if key not in own}
     if layout == "deepspec":
+        if read.family != "dspark":
+            raise UserError(f"the deepspec layout is DSpark's, this drafter is {read.family}; use specforge or dflash")
         own = own or {EMBEDDING: vocabulary.embedding.clone(), HEAD: vocabulary.head.clone()}  # a tied pair is one
         return flat(config), rest | own
     for key, shared in ((EMBEDDING, vocabulary.embedding), (HEAD, vocabulary.head)):
         if key in own and not torch.equal(own[key].to(shared.device, shared.dtype), shared):
             raise UserError(
-                f"the drafter's {key} is not its target's, and the specforge layout has no place for it; "
+                f"the drafter's {key} is not its target's, and the {layout} layout has no place for it; "
                 "give the target that it was trained for, or keep the deepspec layout"
             )
-    return nested(config), rest
+    found = nested(config, read.architecture, meanings(read))
+    return found if layout == "specforge" else early(found), rest
+
+
+def read_config(config: Json, name: str) -> BlockConfig:
+    """The config of any family. Raises UserError naming what is wrong with it."""
+    return READERS[detect_family(config, name)](config, name)
 
 
 def flat(config: Json) -> dict[str, object]:
@@ -62,12 +79,32 @@ def flat(config: Json) -> dict[str, object]:
     return top | {"architectures": ["Qwen3DSparkModel"]}
 
 
-def nested(config: Json) -> dict[str, object]:
-    """SpecForge's config: what the method needs under `dflash_config`."""
-    inner = {"projector_type": "dspark", "attention_mode": "gqa", **cast(Json, config.get("dflash_config") or {})}
-    inner |= {key: config[key] for key in NESTED if key in config and key not in inner}
+def meanings(read: BlockConfig) -> dict[str, object]:
+    """What the nested config says and other forms may leave out, by name or by omission."""
+    said = read.method()
+    known = {key: value for key, value in said.items() if key in FLAT or read.family == "domino"}
+    return {"target_layer_ids": list(read.target_layer_ids), **known}
+
+
+def nested(config: Json, architecture: str, meant: Json) -> dict[str, object]:
+    """SpecForge's config: what the method needs under `dflash_config`, the block's shape at the top."""
+    said = cast(Json, config.get("dflash_config") or {})
+    inner = {**meant, **{key: config[key] for key in NESTED if key in config}, **said}
+    if "projector_type" in meant:
+        inner["projector_type"] = meant["projector_type"]  # and not an early alias
     top = {key: value for key, value in config.items() if key not in (*NESTED, "dflash_config", "auto_map")}
-    return top | {"architectures": ["DSparkDraftModel"], "dflash_config": inner}
+    top |= {key: inner.pop(key) for key in TOP if key in inner}
+    if "emb_dim" in inner:
+        top["emb_dim"] = inner["emb_dim"]  # SpecForge writes it twice
+    return top | {"architectures": [architecture], "dflash_config": inner}
+
+
+def early(config: Json) -> dict[str, object]:
+    """The same config as files write it that call every family's model by one name."""
+    inner = cast(Json, config["dflash_config"])
+    top = {key: value for key, value in config.items() if key != "emb_dim"}
+    inner = {key: value for key, value in inner.items() if key != "attention_mode"}
+    return top | {"architectures": ["DFlashDraftModel"], "dflash_config": inner}
 
 
 def read_drafter(name: str, revision: str | None) -> tuple[dict[str, object], dict[str, Tensor]]:
@@ -76,10 +113,11 @@ def read_drafter(name: str, revision: str | None) -> tuple[dict[str, object], di
         checkpoint.only_hub(revision, name, "drafter")
     folder = DEMO if name == "demo" else checkpoint.resolve(name, revision, "drafter")
     raw = checkpoint.read_json(folder / "config.json", name)
-    detect_family(raw, name)
-    tensors = checkpoint.read_tensors(folder)
+    config = READERS[detect_family(raw, name)](raw, f"{name}/config.json")
+    tensors = named(config.family, checkpoint.read_tensors(folder))
+    check_heads(config.family, tensors, name)
     with torch.device("meta"):
-        model = DSpark(read_dspark(raw, f"{name}/config.json"))
+        model = build(config)
     backbone = {key: value for key, value in tensors.items() if key not in (EMBEDDING, HEAD)}
     checkpoint.load_strictly(model, backbone, name)
     return raw, tensors
@@ -95,7 +133,7 @@ def export(
 ) -> int:
     """Write a drafter that `read_drafter` gave in this layout; the folder appears when it is whole. Give its bytes."""
     config, tensors = stored
-    check_pair(read_dspark(config, name), target, name)
+    check_pair(read_config(config, name), target, name)
     written, kept = in_layout(layout, config, tensors, target.vocabulary)
     partial = folder.parent / f".{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)

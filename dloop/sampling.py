@@ -1,5 +1,6 @@
 """From logits to the law a token is drawn from, and noise that depends on nothing but (seed, position, token)."""
 
+import hashlib
 import math
 import secrets
 from dataclasses import dataclass
@@ -12,6 +13,12 @@ from torch import Tensor
 from dloop.types import Sampling
 
 TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM = 0, 1, 2  # independent noise for the same positions
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """A sample's own seed, from the run's and the sample's index: the same in any order and on any rank."""
+    digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1  # below 2**63
 
 
 def fresh_seed() -> int:
@@ -54,22 +61,39 @@ def gumbel(
 
     argmax(log-probabilities + noise) is then a sample, and the same one however rows are packed.
     """
-    return -torch.log(-torch.log(uniform(seed, positions, vocab_size, stream)))
+    return salted_gumbel(torch.full_like(positions, salt(seed, stream), dtype=torch.int64), positions, vocab_size)
+
+
+def salted_gumbel(salts: Int[Tensor, " n"], positions: Int[Tensor, " n"], vocab_size: int) -> Float64[Tensor, "n V"]:
+    """`gumbel` for rows that each have a seed of their own."""
+    return -torch.log(-torch.log(salted_uniform(salts, positions, vocab_size)))
 
 
 def uniform(
     seed: int, positions: Int[Tensor, " n"], vocab_size: int, stream: int = TARGET_STREAM
 ) -> Float64[Tensor, "n V"]:
     """Uniform numbers in (0, 1) with 52 bits, a pure function of (seed, stream, position, token id)."""
+    return salted_uniform(torch.full_like(positions, salt(seed, stream), dtype=torch.int64), positions, vocab_size)
+
+
+def salt(seed: int, stream: int = TARGET_STREAM) -> int:
+    """What a row's noise knows of its seed and stream: 64 bits, signed."""
+    return _as_int64(_mix_int(seed ^ _mix_int(stream)))
+
+
+def salted_uniform(
+    salts: Int[Tensor, " n"], positions: Int[Tensor, " n"], vocab_size: int
+) -> Float64[Tensor, "n V"]:
+    """`uniform` for rows that each have a seed of their own."""
     tokens = torch.arange(vocab_size, dtype=torch.int64, device=positions.device)
-    row = _mix(positions.to(torch.int64) + _as_int64(_mix_int(seed ^ _mix_int(stream))))
+    row = _mix(positions.to(torch.int64) + salts)
     bits = _mix(row[:, None] + tokens[None, :] * _as_int64(_GOLDEN))
     kept = (bits >> 12) & ((1 << 52) - 1)
     return (kept.double() + 0.5) * 2.0**-52  # (2k + 1) / 2^53: exact, never 0 or 1
 
 
 class Drawn(NamedTuple):
-    """One row's token, and the law it was drawn from (None: it is the most likely one)."""
+    """Tokens of some rows, and the laws they were drawn from (None: they are the most likely ones)."""
 
     token: Int[Tensor, "..."]
     probs: Float32[Tensor, "... V"] | None
@@ -86,9 +110,18 @@ class Draw:
         """Pick the token of one row; only the greedy form takes batched rows."""
         if self.sampling is None:
             return Drawn(logits.argmax(-1), None)
-        probs = law(logits[None], self.sampling)
-        where = torch.full((1,), self.position + row, device=logits.device)
-        return Drawn(draw(probs, self.sampling.seed, where, DRAFT_STREAM)[0], probs[0])
+        drawn = self._draw(logits[None], row)
+        return Drawn(drawn.token[0], None if drawn.probs is None else drawn.probs[0])
+
+    def rows(self, logits: Float[Tensor, "... k V"]) -> Drawn:
+        """Pick the tokens of all rows of a stage at once, each from its own law; batched like `__call__`."""
+        return Drawn(logits.argmax(-1), None) if self.sampling is None else self._draw(logits, 0)
+
+    def _draw(self, logits: Float[Tensor, "k V"], first: int) -> Drawn:
+        assert self.sampling is not None
+        probs = law(logits, self.sampling)
+        where = torch.arange(len(logits), device=logits.device) + (self.position + first)
+        return Drawn(draw(probs, self.sampling.seed, where, DRAFT_STREAM), probs)
 
 
 GREEDY = Draw()

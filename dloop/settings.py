@@ -65,9 +65,13 @@ def sampling_of(settings: Settings) -> Sampling:
     return Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=seed)
 
 
-def judge_of(settings: Settings, sampling: Sampling) -> Match | Reject:
-    """Greedy decoding has one rule; with a temperature, block drafters with a chain default to rejection sampling."""
-    return Match(sampling) if sampling.is_greedy or settings.verify == "match" else Reject(sampling)
+def judge_of(settings: Settings, sampling: Sampling, drafter: BlockDrafter | None = None) -> Match | Reject:
+    """Greedy decoding has one rule. With a temperature, "auto" is rejection sampling where tokens are drafted left to
+    right; DFlash's rows do not see one another's tokens, and drawing them would cost acceptance: "match".
+    """
+    together = drafter is not None and drafter.family == "dflash"
+    matches = settings.verify == "match" or (settings.verify == "auto" and together)
+    return Match(sampling) if sampling.is_greedy or matches else Reject(sampling)
 
 
 def limits_of(settings: Settings, target: HFTarget, drafter: BlockDrafter | None) -> Limits:
@@ -116,7 +120,7 @@ def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_t
     return prompt
 
 
-def refuse_unsupported(settings: Settings, drafter: BlockDrafter | None) -> None:
+def refuse_unsupported(settings: Settings, target: HFTarget, drafter: BlockDrafter | None) -> None:
     """Options that nothing here can honour are refused by name, never ignored."""
     family = drafter.family if drafter else "plain decoding"
     for name in ("tree_budget", "stage_tree_budget"):
@@ -128,5 +132,8 @@ def refuse_unsupported(settings: Settings, drafter: BlockDrafter | None) -> None
             raise UserError(f"{name}={getattr(settings, name)} does not apply to {family}; leave it out")
     if settings.verify not in get_args(Verify):
         raise UserError(f"verify={settings.verify!r} is not known; choose one of {', '.join(get_args(Verify))}")
-    if settings.exact is True:
-        raise UserError("exact=True needs the fast path, which is not offered here; use exact='auto' or dtype float32")
+    if settings.exact is True and not target.is_exact:
+        raise UserError(
+            f"exact=True needs the fast path's kernels (bfloat16 on a Hopper GPU or newer); {target.name} runs in "
+            f"{target.dtype} on {target.device} on the {target.engine} engine: use exact='auto', or dtype float32"
+        )

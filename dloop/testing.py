@@ -16,11 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dloop.checkpoint import write_checkpoint
 from dloop.drafters.block import BlockDrafter
-from dloop.drafters.config import DSparkConfig, MarkovHeadType, write_dspark
+from dloop.drafters.config import BlockConfig, DSparkConfig, MarkovHeadType, write_config
+from dloop.drafters.dflash import DFlashConfig
+from dloop.drafters.domino import DominoConfig
 from dloop.drafters.dspark import DSpark
+from dloop.drafters.families import build
 from dloop.export import Layout, in_layout
 from dloop.loop import Session, Task, run_many
 from dloop.targets.hf import HFTarget
+from dloop.train.batch import TrainBatch
+from dloop.train.block import ObjectiveSettings, objective_of
 from dloop.types import Features, FinishReason, First, GapRows, Round, Rows, Seen, Stage, StageRequest
 
 Kind = Literal["qwen3", "qwen2", "llama", "llama_tied"]
@@ -55,10 +60,15 @@ def tiny_target(kind: Kind = "qwen3", *, seed: int = 0, vocab_size: int = 97, nu
 
 
 def tiny_drafter(
-    target: HFTarget, *, stage_len: int = 4, head: MarkovHeadType | None = "vanilla", gap_rows: GapRows = "producing"
+    target: HFTarget,
+    *,
+    family: str = "dspark",
+    stage_len: int = 4,
+    head: MarkovHeadType | None = "vanilla",
+    gap_rows: GapRows = "producing",
 ) -> BlockDrafter:
-    """A random DSpark drafter for this target, with a confidence head: it is hardly ever right."""
-    config = DSparkConfig(
+    """A random drafter for this target: it is hardly ever right. `head` is DSpark's, beside its confidence head."""
+    shape = dict[str, object](
         hidden_size=HIDDEN_SIZE,
         intermediate_size=2 * HIDDEN_SIZE,
         num_layers=2,
@@ -70,22 +80,35 @@ def tiny_drafter(
         rope_theta=target.rope_theta,
         max_positions=target.context,
         attention_bias=False,
-        block_size=stage_len,
-        label_shift=0,
+        block_size=stage_len + (family == "dflash"),
+        label_shift=int(family == "dflash"),
         mask_token_id=target.vocab_size - 1,
         target_layer_ids=(0, target.num_layers - 2),
         num_target_layers=target.num_layers,
         gap_rows=gap_rows,
-        markov_rank=0 if head is None else target.vocab_size,
-        markov_head_type=head or "vanilla",
-        confidence_head=True,
-        confidence_with_markov=head is not None,
     )
-    model = DSpark(config).to(target.dtype)
+    model = build(tiny_config(family, shape, head)).to(target.dtype)
     fill(model, seed=1)
     return BlockDrafter(
-        name="tiny dspark", family="dspark", model=model.eval().requires_grad_(False), vocabulary=target.vocabulary
+        name=f"tiny {family}", family=family, model=model.eval().requires_grad_(False), vocabulary=target.vocabulary
     )
+
+
+def tiny_config(family: str, shape: dict[str, object], head: MarkovHeadType | None) -> BlockConfig:
+    """The config of a tiny drafter: what all share, and what the family adds."""
+    match family:
+        case "dflash":
+            return DFlashConfig(**shape)  # pyright: ignore[reportArgumentType]
+        case "domino":
+            return DominoConfig(**shape, emb_dim=12, gru_hidden_dim=20, pure_draft_prefix_len=1)  # pyright: ignore[reportArgumentType]
+        case _:
+            return DSparkConfig(
+                **shape,  # pyright: ignore[reportArgumentType]
+                markov_rank=0 if head is None else cast(int, shape["vocab_size"]),
+                markov_head_type=head or "vanilla",
+                confidence_head=True,
+                confidence_with_markov=head is not None,
+            )
 
 
 @torch.no_grad()
@@ -102,6 +125,33 @@ def good_drafter(
     markov.markov_w1.weight.copy_(torch.eye(target.vocab_size))
     markov.markov_w2.weight.copy_(counts.log().T)
     drafter.model.norm.weight.mul_(0.05)  # its own states add a little noise
+    return drafter
+
+
+def taught_drafter(
+    target: HFTarget,
+    texts: Sequence[Sequence[int]],
+    *,
+    family: str,
+    stage_len: int = 3,
+    steps: int = 60,
+    gap_rows: GapRows = "producing",
+) -> BlockDrafter:
+    """A drafter trained on these texts (host and loop stage in turn) until it is mostly right on them."""
+    drafter = tiny_drafter(target, family=family, stage_len=stage_len, gap_rows=gap_rows)
+    lengths = torch.tensor([len(text) for text in texts])
+    tokens = nn.utils.rnn.pad_sequence([torch.tensor(list(text)) for text in texts], batch_first=True)
+    mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+    batch = TrainBatch(tokens, mask, lengths, torch.zeros_like(lengths))
+    settings = ObjectiveSettings(num_anchors=tokens.shape[1], loss_decay_gamma=None)
+    objective = objective_of(drafter.model.requires_grad_(True), drafter.vocabulary, settings)
+    features = target.features(tokens, drafter.taps)
+    optimizer = torch.optim.Adam(drafter.model.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        objective(batch, features, step % 2).total.backward()
+        optimizer.step()
+    drafter.model.requires_grad_(False)
     return drafter
 
 
@@ -124,8 +174,8 @@ def write_target(target: HFTarget, folder: Path, max_shard_size: str = "1GB") ->
 
 
 def write_drafter(drafter: BlockDrafter, folder: Path, layout: Layout, max_shard_bytes: int | None = None) -> Path:
-    """Save a DSpark drafter as SpecForge does (nested config) or as DeepSpec does (flat, own embedding and head)."""
-    config = write_dspark(cast(DSparkConfig, drafter.config), str(drafter.vocabulary.head.dtype).removeprefix("torch."))
+    """Save a drafter in a published layout of its family; see `dloop.export`."""
+    config = write_config(drafter.config, str(drafter.vocabulary.head.dtype).removeprefix("torch."))
     tensors = dict(drafter.model.state_dict())
     write_checkpoint(folder, *in_layout(layout, config, tensors, drafter.vocabulary), max_shard_bytes)
     return folder

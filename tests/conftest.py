@@ -9,12 +9,16 @@ from pathlib import Path
 import jaxtyping
 
 assert "dloop" not in sys.modules, "dloop was imported before the checking import hook"
-jaxtyping.install_import_hook("dloop", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+PACKAGE = Path(__file__).parents[1] / "dloop"
+CHECKED = [f"dloop.{path.stem}" for path in sorted(PACKAGE.iterdir()) if path.stem != "kernels"]  # Triton reads source
+jaxtyping.install_import_hook(CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run as Python; read when they are imported
 ROOT = Path(__file__).parents[1]
 GOLDENS_VARIABLE = "DLOOP_GOLDENS"
 

@@ -37,6 +37,8 @@ OPTIONS = {
     "--seed --verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta "
     "--draft-depth --mtp-k --prompt --prompt-file --prompt-ids --messages --chat --no-chat --json --no-json --debug "
     "--no-debug --trace --no-trace",
+    "check": "--model --draft-model --dtype --device --revision --draft-revision --prompt --max-new-tokens --loop-gate "
+    "--max-stages --temperature --seed --json --no-json --debug --no-debug --output",
     "chat": "--model --draft-model --baseline --no-baseline --dtype --device --revision --draft-revision --loop-gate "
     "--gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
     "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
@@ -48,13 +50,14 @@ OPTIONS = {
     "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
     "--mtp-k --dataset --data-dir --max-samples --chat --no-chat --json --no-json --debug --no-debug --output-dir "
     "--overwrite --no-overwrite",
+    "report": "--results --name --compare --json --no-json --debug --no-debug --gain --markdown --plot",
     "train": "--target-model-path --target-model-backend --draft-init-path --draft-config-path --init-layers "
     "--train-data-path --chat-template --strict-data --no-strict-data --max-length --output-dir --resume --no-resume "
-    "--num-epochs --max-steps --batch-size --accumulation-steps --learning-rate --warmup-ratio --max-grad-norm --seed "
-    "--log-interval --save-interval --num-anchors --loss-decay-gamma --dspark-ce-loss-alpha --dspark-l1-loss-alpha "
-    "--dspark-confidence-head-alpha --dloop-max-stage --dloop-loss-weight --gap-rows --dtype --device "
-    "--cache-features --no-cache-features --compile --no-compile --cuda-graphs --no-cuda-graphs --json "
-    "--no-json --debug --no-debug",
+    "--num-epochs --max-steps --batch-size --accumulation-steps --learning-rate --warmup-ratio --max-grad-norm "
+    "--seed --log-interval --save-interval --num-anchors --loss-decay-gamma --position-offset-max "
+    "--dspark-ce-loss-alpha --dspark-l1-loss-alpha --dspark-confidence-head-alpha --lambda-base-start "
+    "--lambda-base-decay-ratio --dloop-max-stage --dloop-loss-weight --gap-rows --dtype --device --cache-features "
+    "--no-cache-features --compile --no-compile --cuda-graphs --no-cuda-graphs --json --no-json --debug --no-debug",
 }
 
 
@@ -250,17 +253,20 @@ def test_models_that_do_not_fit_are_refused(tiny, capsys, tmp_path):
     assert "a vocabulary of 97 tokens" in models_refused(capsys, tiny.target, tiny.other)
     assert "is neither a folder here nor a hub id" in models_refused(capsys, tmp_path / "none", tiny.drafter)
     assert "is a drafter" in models_refused(capsys, tiny.drafter, tiny.drafter)
-    assert "supported families: dspark" in models_refused(capsys, tiny.target, tiny.target)
+    assert "supported families: dflash, dspark, domino" in models_refused(capsys, tiny.target, tiny.target)
     assert "is a file" in models_refused(capsys, tiny.target, tiny.drafter / "config.json")
 
 
 def test_a_drafter_of_another_family_is_named(tiny, broken, capsys):
     drafter = broken("drafter")
     config = json.loads((drafter / "config.json").read_text())
+    config["architectures"] = ["DFlash2DraftModel"]
+    (drafter / "config.json").write_text(json.dumps(config))
+    assert "a DFlash 2 drafter" in models_refused(capsys, tiny.target, drafter)
     config["architectures"] = ["DFlashDraftModel"]
     del config["dflash_config"]["projector_type"]
     (drafter / "config.json").write_text(json.dumps(config))
-    assert "a DFlash drafter; supported families: dspark" in models_refused(capsys, tiny.target, drafter)
+    assert "its config says dflash, its tensor markov_head." in models_refused(capsys, tiny.target, drafter)
 
 
 @pytest.mark.parametrize("name", ["target", "drafter"])

@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from dloop.checkpoint import read_tensors, write_checkpoint
 from dloop.cli.main import entry
 from dloop.drafters.config import read_dspark
-from dloop.export import EMBEDDING, HEAD, flat, nested
+from dloop.drafters.families import READERS
+from dloop.export import EMBEDDING, HEAD, early, flat, nested
 from dloop.load import load_drafter, load_target
 from dloop.testing import tiny_drafter, tiny_target, write_drafter, write_target
 
@@ -21,7 +22,9 @@ def folders(request, tmp_path_factory):
     target = tiny_target(request.param)
     target.model.bfloat16()
     write_target(target, home / "target")
-    write_drafter(tiny_drafter(target), home / "specforge", "specforge")
+    for family in READERS:
+        name = "specforge" if family == "dspark" else family
+        write_drafter(tiny_drafter(target, family=family), home / name, "specforge")
     return home
 
 
@@ -56,6 +59,41 @@ def test_there_and_back_is_the_same(folders, tmp_path, more):
         assert load_drafter(str(folder), target).config == load_drafter(str(source), target).config
 
 
+@pytest.mark.parametrize(("source", "family"), [("dflash", "dflash"), ("domino", "domino"), ("specforge", "dspark")])
+def test_every_family_goes_to_the_early_layout_and_back(folders, tmp_path, source, family):
+    out, back = tmp_path / "early", tmp_path / "back"
+    assert exported(folders, folders / source, "dflash", out) == 0
+    assert exported(folders, out, "specforge", back) == 0
+    assert same(read_tensors(out), read_tensors(folders / source))
+    assert same(read_tensors(back), read_tensors(folders / source)) and config(back) == config(folders / source)
+    assert config(out)["architectures"] == ["DFlashDraftModel"] and "emb_dim" not in config(out)
+    assert config(out)["dflash_config"].get("projector_type") == (None if family == "dflash" else family)
+    target = load_target(str(folders / "target"), "bfloat16")
+    drafter = load_drafter(str(out), target)
+    assert drafter.family == family and drafter.config == load_drafter(str(folders / source), target).config
+
+
+@pytest.mark.parametrize("source", ["dflash", "domino"])
+def test_deepspec_s_layout_is_dspark_s_alone(folders, tmp_path, source, capsys):
+    assert exported(folders, folders / source, "deepspec", tmp_path / "out") == 2
+    assert f"the deepspec layout is DSpark's, this drafter is {source}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_an_early_domino_file_leaves_out_is_written_out(folders, tmp_path):
+    raw, tensors = config(folders / "domino"), read_tensors(folders / "domino")
+    whole = dict(raw["dflash_config"])
+    raw["dflash_config"] = {key: whole[key] for key in ("mask_token_id", "emb_dim", "gru_hidden_dim")}
+    raw["dflash_config"] |= {"projector_type": "causal_v5", "shift_label": True, "pure_draft_prefix_len": 1}
+    heads = ("prefix_gru.", "embed_proj.")
+    raw["dflash_config"]["target_layer_ids"] = whole["target_layer_ids"]
+    old = {f"logit_head.{key}" if key.startswith(heads) else key: value for key, value in tensors.items()}
+    write_checkpoint(tmp_path / "old", {**raw, "architectures": ["DFlashDraftModel"]}, old)
+    assert exported(folders, tmp_path / "old", "specforge", tmp_path / "out") == 0
+    assert config(tmp_path / "out") == config(folders / "domino")
+    assert same(read_tensors(tmp_path / "out"), tensors)
+
+
 def test_the_deepspec_layout_is_the_published_one(folders, tmp_path):
     exported(folders, folders / "specforge", "deepspec", tmp_path / "out")
     found = config(tmp_path / "out")
@@ -68,10 +106,16 @@ def test_the_deepspec_layout_is_the_published_one(folders, tmp_path):
 def test_a_layout_stays_what_it_is_and_other_keys_are_kept():
     deepspec = {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "markov_rank": 2, "num_anchors": 512, "x": None}
     assert flat(deepspec) == deepspec
-    assert flat(nested(deepspec)) == deepspec
+    meant = {"projector_type": "dspark", "attention_mode": "gqa"}
+    assert flat(nested(deepspec, "DSparkDraftModel", meant)) == deepspec
+    assert nested(early(nested(deepspec, "DSparkDraftModel", meant)), "DSparkDraftModel", meant) == nested(
+        deepspec, "DSparkDraftModel", meant
+    )
     older = {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark", "block_size": 7}}
     assert flat(older) == {"architectures": ["Qwen3DSparkModel"], "block_size": 7}
-    assert "auto_map" not in nested({"auto_map": {}}) and "auto_map" not in flat({"auto_map": {}})
+    assert "auto_map" not in nested({"auto_map": {}}, "DSparkDraftModel", meant) and "auto_map" not in flat(
+        {"auto_map": {}}
+    )
 
 
 def test_a_vocabulary_of_its_own_is_not_lost(folders, tmp_path, capsys):
@@ -107,7 +151,7 @@ def test_what_is_there_is_only_replaced_when_asked(folders, tmp_path, capsys):
     ("more", "message"),
     [
         (["--max-shard-bytes", "0"], "--max-shard-bytes 0"),
-        (["--layout", "gguf"], "expected specforge|deepspec"),
+        (["--layout", "gguf"], "expected specforge|dflash|deepspec"),
         (["--draft-model", "nowhere"], "neither a folder here"),
         (["--draft-model", "demo"], "a vocabulary of 49152 tokens"),
     ],

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import dloop
 from dloop.checkpoint import sha256
-from dloop.detect import FAMILIES
+from dloop.detect import FAMILIES, detect_family
 from dloop.drafters.block import BlockDrafter
+from dloop.drafters.families import READERS, build
 from dloop.drafters.gap import READINGS
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
@@ -82,6 +83,219 @@ def test_what_was_written_is_what_is_loaded(target, head, layout, tmp_path):
             assert found == (expected[0], pytest.approx(expected[1], abs=1e-4), expected[2])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["qwen3", "llama_tied"], ids=["untied", "tied"])
+@pytest.mark.parametrize("size", [None, 20_000], ids=["single", "sharded"])
+def test_every_family_is_loaded_with_its_target_s_own_vocabulary(family, kind, size, tmp_path):
+    target = tiny_target(kind, num_layers=4)
+    written = tiny_drafter(target, family=family)
+    for layout in ("specforge", "dflash"):
+        where = write_drafter(written, tmp_path / layout, layout, size)
+        assert len(list(where.glob("*.safetensors"))) > (1 if size else 0)
+        read = dloop.load_drafter(str(where), target)
+        assert read.family == family and read.config == written.config
+        assert alike(read, written)
+        assert read.vocabulary.embedding.data_ptr() == target.vocabulary.embedding.data_ptr()
+        assert read.vocabulary.head.data_ptr() == target.vocabulary.head.data_ptr()
+        for found, expected in zip(rounds_of(target, read), rounds_of(target, written), strict=True):
+            assert found == (expected[0], pytest.approx(expected[1], abs=1e-4), expected[2])
+
+
+# What the hub's files say, and how large their models are
+
+SHAPES = {
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_target_layers": 36},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_target_layers": 36},
+}
+COMMON = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "rope_scaling": None,
+    "max_position_embeddings": 40_960,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "layer_types": ["full_attention"] * 5,
+    "max_window_layers": 5,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+TAPS = [1, 9, 17, 25, 33]
+INNER = {"mask_token_id": 151_669, "target_layer_ids": TAPS}
+DOMINO = {"pure_draft_prefix_len": 1, "emb_dim": 256, "gru_hidden_dim": 1024, "shift_label": True, **INNER}
+DSPARK = {
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    **INNER,
+}
+SPARE = {"attention_mode": "gqa", "confidence_head_alpha": 1.0}
+
+
+def hub(architecture: str, block_size: int, inner: dict | None = None, **more: object) -> dict:
+    """A published config without its sizes."""
+    own = {} if inner is None else {"dflash_config": inner}
+    return {**COMMON, "architectures": [architecture], "block_size": block_size, **own, **more}
+
+
+PUBLISHED: dict[str, tuple[dict, str, int]] = {  # form -> (config, family, tokens of a stage)
+    "dflash": (hub("DFlashDraftModel", 16, INNER, auto_map={"AutoModel": "dflash.DFlashDraftModel"}), "dflash", 15),
+    "dflash-nested-block": (
+        {k: v for k, v in hub("DFlashDraftModel", 16, {**INNER, "block_size": 16}).items() if k != "block_size"},
+        "dflash",
+        15,
+    ),
+    "dflash-without-taps": (hub("DFlashDraftModel", 16, {"mask_token_id": 151_669}), "dflash", 15),
+    "dflash-no-projector": (hub("DFlashDraftModel", 16, {**INNER, "projector_type": None}), "dflash", 15),
+    "dspark-deepspec": (hub("Qwen3DSparkModel", 7, None, num_anchors=512, **DSPARK), "dspark", 7),
+    "dspark-specforge": (hub("DSparkDraftModel", 7, {"projector_type": "dspark", **SPARE, **DSPARK}), "dspark", 7),
+    "dspark-early": (hub("DFlashDraftModel", 7, {"projector_type": "dspark", **DSPARK}), "dspark", 7),
+    "dspark-no-projector": (hub("DSparkDraftModel", 7, DSPARK), "dspark", 7),
+    "deepspec-dflash": (
+        hub("Qwen3DSparkModel", 7, None, **{**DSPARK, "markov_rank": 0, "enable_confidence_head": False}),
+        "dspark",
+        7,
+    ),
+    "domino-released": (hub("DFlashDraftModel", 16, {"projector_type": "domino", **DOMINO}), "domino", 16),
+    "domino-specforge": (
+        hub("DominoDraftModel", 16, {"projector_type": "domino", **DOMINO}, emb_dim=256),
+        "domino",
+        16,
+    ),
+    "domino-alias": (hub("DFlashDraftModel", 16, {"projector_type": "causal_v5", **DOMINO}), "domino", 16),
+    "domino-no-projector": (hub("DominoDraftModel", 16, DOMINO), "domino", 16),
+    "domino-emb-dim-at-the-top": (
+        hub("DominoDraftModel", 16, {k: v for k, v in DOMINO.items() if k != "emb_dim"}, emb_dim=256),
+        "domino",
+        16,
+    ),
+    "domino-same-position": (
+        hub("DFlashDraftModel", 16, {"projector_type": "domino", **DOMINO, "shift_label": False}),
+        "domino",
+        15,
+    ),
+}
+
+
+def read_published(form: str, size: str = "4B"):
+    config, family, _ = PUBLISHED[form]
+    raw = {**config, **SHAPES[size]}
+    assert detect_family(raw, form) == family
+    return READERS[family](raw, form)
+
+
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_every_published_form_is_what_it_is(form):
+    _, family, stage_len = PUBLISHED[form]
+    config = read_published(form)
+    assert config.family == family
+    assert config.stage_len == stage_len
+    assert config.mask_token_id == 151_669
+    assert config.target_layer_ids == tuple(TAPS)
+    assert config.gap_rows == "producing"
+    if family == "domino":
+        assert (config.emb_dim, config.gru_hidden_dim, config.pure_draft_prefix_len) == (256, 1024, 1)
+
+
+def test_what_early_domino_files_leave_out_has_a_meaning():
+    inner = {k: v for k, v in DOMINO.items() if k in ("mask_token_id", "emb_dim")}
+    raw = {**hub("DFlashDraftModel", 16, {"projector_type": "causal_v5", **inner}), **SHAPES["4B"]}
+    config = READERS[detect_family(raw, "early")](raw, "early")
+    assert config.gru_hidden_dim == config.emb_dim == 256
+    assert (config.pure_draft_prefix_len, config.label_shift) == (0, 1)
+    assert config.target_layer_ids == tuple(TAPS)
+
+
+@pytest.mark.parametrize(
+    ("layers", "targets", "taps"),
+    [(5, 36, TAPS), (5, 40, [1, 10, 19, 28, 37]), (5, 64, [1, 16, 31, 46, 61]), (1, 36, [18]), (1, 7, [3])],
+)
+def test_taps_left_out_are_spread_by_the_published_rule(layers, targets, taps):
+    raw = {**hub("DFlashDraftModel", 16, {"mask_token_id": 3}), **SHAPES["4B"]}
+    raw |= {"num_hidden_layers": layers, "num_target_layers": targets, "layer_types": None}
+    assert READERS["dflash"](raw, "x").target_layer_ids == tuple(taps)
+
+
+ROWS = {  # form, size -> parameters and tensors without and with a vocabulary of its own
+    ("dflash", "4B"): (537_427_200, 58, None),
+    ("dflash", "8B"): (1_048_626_432, 58, None),
+    ("domino-released", "4B"): (588_250_368, 62, None),
+    ("domino-released", "8B"): (1_104_561_408, 62, None),
+    ("dspark-deepspec", "4B"): (615_221_249, 62, 1_393_133_569),
+    ("dspark-deepspec", "8B"): (1_126_422_017, 62, 2_371_081_729),
+}
+
+
+@pytest.mark.parametrize(("form", "size"), ROWS)
+def test_released_shapes_have_the_released_numbers_of_parameters(form, size):
+    parameters, count, with_vocabulary = ROWS[form, size]
+    config = read_published(form, size)
+    with torch.device("meta"):
+        model = build(config)
+    stored = model.state_dict()
+    assert len(stored) == count
+    assert sum(tensor.numel() for tensor in stored.values()) == parameters
+    if with_vocabulary is not None:  # DeepSpec stores embedding and head too: 64 tensors
+        assert parameters + 2 * config.vocab_size * config.hidden_size == with_vocabulary
+
+
+def test_every_reader_is_of_a_family_that_is_detected():
+    assert tuple(READERS) == FAMILIES
+
+
+def test_tensors_nested_under_an_early_name_are_found(target, tmp_path):
+    written = tiny_drafter(target, family="domino")
+    where = write_drafter(written, tmp_path, "dflash")
+    heads = ("prefix_gru.", "embed_proj.")
+    tensors(lambda t: [t.update({f"logit_head.{k}": t.pop(k)}) for k in list(t) if k.startswith(heads)])(where)
+    assert alike(dloop.load_drafter(str(where), target), written)
+
+
+@pytest.mark.parametrize(("said", "held"), [("dflash", "domino"), ("dflash", "dspark"), ("domino", "dspark")])
+def test_a_config_and_tensors_of_two_families_are_refused(target, tmp_path, said, held):
+    where = write_drafter(tiny_drafter(target, family=held), tmp_path, "specforge")
+    other = write_drafter(tiny_drafter(target, family=said), tmp_path / "other", "specforge")
+    shutil.copy(other / "config.json", where / "config.json")
+    with pytest.raises(UserError) as error:
+        dloop.load_drafter(str(where), target)
+    one_line(error, str(where), f"its config says {said}", f"is {held}'s", "correct")
+
+
+WRONG_DOMINO = {
+    "no-emb-dim": ({"emb_dim": None}, ["'emb_dim'", "never guessed"]),
+    "state-text": ({"gru_hidden_dim": "20"}, ["gru_hidden_dim='20'", "whole number"]),
+    "prefix-negative": ({"pure_draft_prefix_len": -1}, ["pure_draft_prefix_len=-1", "from 0 to"]),
+    "shift-text": ({"shift_label": "yes"}, ["shift_label='yes'", "true or false"]),
+    "bias-gate": ({"use_bias_gate": True}, ["use_bias_gate", "experimental"]),
+    "bias-norm": ({"use_bias_norm": True}, ["use_bias_norm", "experimental"]),
+    "another-size": ({"gru_hidden_dim": 21}, ["prefix_gru.weight_hh_l0", "(60, 20)", "(63, 21)"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_DOMINO)
+def test_a_domino_config_that_does_not_fit_is_refused(target, tmp_path, case):
+    change, words = WRONG_DOMINO[case]
+    where = write_drafter(tiny_drafter(target, family="domino"), tmp_path, "dflash")
+    nested(**change)(where)
+    with pytest.raises(UserError) as error:
+        dloop.load_drafter(str(where), target)
+    one_line(error, str(where), *words)
+
+
+def test_a_same_position_block_of_one_row_is_refused(target, tmp_path):
+    where = write_drafter(tiny_drafter(target, family="dflash"), tmp_path, "specforge")
+    top(block_size=1)(where)
+    with pytest.raises(UserError) as error:
+        dloop.load_drafter(str(where), target)
+    one_line(error, str(where), "block_size=1", "row 0 is the anchor's")
+
+
 def test_a_drafter_s_own_vocabulary_is_kept_when_it_differs(target, flat):
     own = load_file(flat / "model.safetensors")
     own["lm_head.weight"] += 1
@@ -91,7 +305,8 @@ def test_a_drafter_s_own_vocabulary_is_kept_when_it_differs(target, flat):
     assert drafter.vocabulary.embedding.data_ptr() == target.vocabulary.embedding.data_ptr()
 
 
-def test_every_tensor_of_the_checkpoint_makes_a_difference(target, folder):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_the_checkpoint_makes_a_difference(target, family, tmp_path):
     """A key that is loaded but never used would pass every other check."""
 
     def answer(drafter: BlockDrafter) -> tuple[list[Tensor], float]:
@@ -100,9 +315,10 @@ def test_every_tensor_of_the_checkpoint_makes_a_difference(target, folder):
         stages = memory.draft([StageRequest(slot=0, anchor=1, index=0)])
         stages += memory.draft([StageRequest(slot=0, anchor=2, index=1)])
         hidden = memory.slots[0].hidden[1]
-        _, sure = drafter.model.teacher_forced(hidden, torch.arange(len(hidden)), drafter.vocabulary)
-        return [torch.tensor(stages[1].logp), sure], stages[0].score
+        _, beside = drafter.model.teacher_forced(hidden, torch.arange(memory.stage_len), drafter.vocabulary)
+        return [torch.tensor(stages[1].logp), *([] if beside is None else [beside])], stages[0].score
 
+    folder = write_drafter(tiny_drafter(target, family=family), tmp_path, "specforge")
     drafter = dloop.load_drafter(str(folder), target)
     before = answer(drafter)
     for key, weight in drafter.model.state_dict().items():
@@ -246,13 +462,11 @@ WRONG_FAMILY = {
     "speculators": (top(speculators_model_type="dspark"), ["speculators format", "convert"]),
     "speculators-layer-config": (top(transformer_layer_config={"hidden_size": 32}), ["speculators format"]),
     "gemma4-dspark": (top(architectures=["Gemma4DSparkModel"]), ["Gemma 4"]),
-    "domino": (both(top(architectures=["DFlashDraftModel"]), nested(projector_type="domino")), ["Domino"]),
-    "domino-alias": (both(top(architectures=["DFlashDraftModel"]), nested(projector_type="causal_v5")), ["Domino"]),
-    "domino-architecture": (
-        both(top(architectures=["DominoDraftModel"]), nested(projector_type=None)),
-        ["Domino"],
+    "dflash2-before-all": (top(architectures=["DFlash2DraftModel"], speculators_model_type="x"), ["DFlash 2"]),
+    "speculators-before-dspark": (
+        top(architectures=["Qwen3DSparkModel"], transformer_layer_config={}),
+        ["speculators"],
     ),
-    "dflash": (both(top(architectures=["DFlashDraftModel"]), nested(projector_type=None)), ["a DFlash drafter"]),
     "unknown-projector": (
         both(top(architectures=["DFlashDraftModel"]), nested(projector_type="mlp")),
         ["'DFlashDraftModel'", "'mlp'"],

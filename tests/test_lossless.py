@@ -1,19 +1,23 @@
 """The promise: whatever is drafted, the text is the one the target alone gives. Float32, no exceptions."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
 import dloop
+from dloop.detect import FAMILIES
 from dloop.drafters.block import BlockDrafter
+from dloop.drafters.gap import READINGS
+from dloop.drafters.proposal import Proposal
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate
-from dloop.judge import Match, follow
+from dloop.judge import Match, Reject, follow
 from dloop.loop import Limits, Session, Target, decode, run_many
-from dloop.sampling import Sampling, gumbel, process
-from dloop.targets.hf import HFTarget
+from dloop.sampling import Sampling, gumbel, law, process
+from dloop.settings import Settings, judge_of
+from dloop.targets.hf import HFMemory, HFTarget
 from dloop.testing import (
     KINDS,
     Decoded,
@@ -25,6 +29,7 @@ from dloop.testing import (
     good_drafter,
     knowing,
     replay,
+    taught_drafter,
     tiny_drafter,
     tiny_target,
 )
@@ -177,6 +182,143 @@ def test_the_context_can_be_filled_to_its_last_position(pair):
             out = dloop.generate(pair.target, pair.random, prompt, room, loop_gate=gate)
             assert out.tokens == expected
             assert all(max(r.draft.positions) < pair.target.context for r in out.rounds)
+
+
+# Every block family, really trained for the loop on a few texts
+
+
+@dataclass(frozen=True)
+class Taught:
+    """A tiny target, texts of its own (greedy, then drawn with seeds 0, 1), and a drafter that learned them."""
+
+    target: HFTarget
+    texts: list[list[int]]
+    drafter: BlockDrafter
+
+
+LAW = {"temperature": 0.8, "top_k": 40}
+LENGTH = 24
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama_tied"])
+def taught_target(request) -> HFTarget:
+    return tiny_target(request.param, num_layers=3)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def taught(request, taught_target) -> Taught:
+    greedy = dloop.generate_autoregressive(taught_target, PROMPT, LENGTH).tokens
+    drawn = [dloop.generate_autoregressive(taught_target, PROMPT, LENGTH, seed=s, **LAW).tokens for s in (0, 1)]
+    learned = [PROMPT + text for text in (greedy, *drawn)]
+    return Taught(taught_target, [greedy, *drawn], taught_drafter(taught_target, learned, family=request.param))
+
+
+def check_family(taught: Taught, judge: type[Match], seed: int | None, *, gate: float, max_stages: int) -> list[Round]:
+    """The family's text is plain decoding's: greedy, or (with a seed) the sample of that seed. Gives the rounds."""
+    sampling = GREEDY if seed is None else Sampling(seed=seed, **LAW)
+    session = Session(taught.target.open(taught.drafter.taps), taught.drafter.open())
+    rules = Limits(max_new_tokens=LENGTH, max_stages=max_stages, context=taught.target.context)
+    task = decode(session, 0, PROMPT, gate=FixedGate(gate), judge=judge(sampling), limits=rules)
+    found = gather([task], session)[0]
+    assert found.tokens == taught.texts[0 if seed is None else 1 + seed], "the text differs from plain decoding"
+    return found.rounds
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1], ids=["greedy", "match-0", "match-1"])
+def test_every_family_gate_and_cap_gives_the_target_s_text(taught, seed):
+    for gate, max_stages in itertools.product(GATES, MAX_STAGES):
+        rounds = check_family(taught, Match, seed, gate=gate, max_stages=max_stages)
+        assert max(r.stages for r in rounds) <= (1 if gate == NEVER_OPENS else max_stages)
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_every_reading_of_the_gap_gives_the_target_s_text(taught, reading):
+    """Taught one reading, decoded in all: what stands in the gap moves acceptance alone."""
+    model = taught.drafter.model
+    config, model.config = model.config, replace(model.config, gap_rows=reading)
+    try:
+        check_family(taught, Match, None, gate=ALWAYS_OPEN, max_stages=4)
+    finally:
+        model.config = config
+
+
+def test_the_taught_drafters_loop_and_are_refused_at_times(taught):
+    """Without long accepted runs over several stages, and rejections, the tests above would prove little."""
+    rounds = [r for seed in (None, 0, 1) for r in check_family(taught, Match, seed, gate=-2.0, max_stages=12)]
+    assert max(r.accepted for r in rounds) > 2 * taught.drafter.config.stage_len
+    assert len({r.stages for r in rounds}) > 1
+    assert any(r.accepted < len(r.drafted) for r in rounds)
+
+
+def test_auto_is_match_where_rows_are_drawn_apart_and_reject_elsewhere(taught):
+    drawn, drafter = Sampling(temperature=1.0), taught.drafter
+    rule = Match if drafter.family == "dflash" else Reject
+    assert isinstance(judge_of(Settings(temperature=1.0), drawn, drafter), rule)
+    assert isinstance(judge_of(Settings(temperature=1.0, verify="reject"), drawn, drafter), Reject)
+    assert isinstance(judge_of(Settings(temperature=1.0, verify="match"), drawn, drafter), Match)
+    assert isinstance(judge_of(Settings(verify="reject"), GREEDY, drafter), Match)
+
+
+# Rejection keeps the law, so it is held against the law
+
+RUNS, FLAT = 400, 2.5  # seeds; a temperature that leaves four tokens a chance
+
+
+def misstating(propose: Callable[..., Proposal]) -> Callable[..., Proposal]:
+    """Planted: says that its tokens were drawn from another law than they were, the likely ones the less likely."""
+
+    def turned(*given: object) -> Proposal:
+        found = propose(*given)
+        assert found.probs is not None
+        said = found.probs**-0.5
+        return found._replace(probs=said / said.sum(-1, keepdim=True))
+
+    return turned
+
+
+def text_counts(
+    family: str, wrapped: Callable | None
+) -> tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], float]]:
+    """(how often each text of three tokens came out, how often it should); gates and caps change with the seed."""
+    target = tiny_target("qwen3", vocab_size=4, num_layers=3)
+    drafter = tiny_drafter(target, family=family, stage_len=1)
+    if wrapped is not None:
+        drafter.model.propose = wrapped(drafter.model.propose)
+    counts = dict.fromkeys(itertools.product(range(4), repeat=3), 0)
+    for seed in range(RUNS):
+        gate, most = (NEVER_OPENS, -1.2, ALWAYS_OPEN)[seed % 3], (2, 3)[seed % 2]
+        rules = {"loop_gate": gate, "max_stages": most, "temperature": FLAT, "verify": "reject"}
+        counts[tuple(dloop.generate(target, drafter, [1, 2], 3, seed=seed, **rules).tokens)] += 1
+    logits = target.model(torch.tensor([[1, 2, *text] for text in counts])).logits
+    laws = [law(rows[1:4], Sampling(temperature=FLAT)) for rows in logits]
+    chances = [p.gather(1, torch.tensor(text)[:, None]).prod().item() for p, text in zip(laws, counts, strict=True)]
+    return counts, {text: RUNS * chance for text, chance in zip(counts, chances, strict=True)}
+
+
+def surplus(family: str, wrapped: Callable | None = None) -> float:
+    """Chi-square over its critical value (p = 0.0002); cells of less than 5 expected texts are one."""
+    counts, expected = text_counts(family, wrapped)
+    rare = {text for text, count in expected.items() if count < 5}
+    cells = [(counts[text], expected[text]) for text in expected if text not in rare]
+    cells.append((sum(counts[text] for text in rare), sum(expected[text] for text in rare)))
+    free = len(cells) - 1
+    critical = free * (1 - 2 / (9 * free) + 3.54 * (2 / (9 * free)) ** 0.5) ** 3  # Wilson and Hilferty
+    assert free > 8, "too few cells to tell"
+    return sum((found - wanted) ** 2 / wanted for found, wanted in cells) / critical
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rejection_keeps_the_target_s_law_in_every_family(family):
+    assert surplus(family) < 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_that_misstates_its_law_is_caught(family):
+    assert surplus(family, misstating) > 1.5
 
 
 # Scripted drafters on a table-driven target: every case is hit on purpose
@@ -418,6 +560,31 @@ def test_a_wrong_judge_is_caught(world, law, judge):
     else:
         with pytest.raises(AssertionError):
             check()
+
+
+@pytest.mark.parametrize("judge", [Generous, Shifted, RowKeyed])
+def test_a_wrong_judge_is_caught_in_every_family(taught, judge):
+    with pytest.raises(AssertionError, match="differs from plain decoding"):
+        for seed in (0, 1):
+            check_family(taught, judge, seed, gate=ALWAYS_OPEN, max_stages=3)
+
+
+class LeakyMemory(HFMemory):
+    """Keeps one rejected row."""
+
+    def commit(self, slot: int, path: list[int]) -> None:
+        super().commit(slot, [*path, path[-1] + 1] if self.verified > path[-1] + 1 else path)
+
+    def verify(self, rows: Rows) -> Seen:
+        self.verified = len(rows)
+        return super().verify(rows)
+
+
+def test_a_memory_that_keeps_a_rejected_row_is_caught_in_every_family(taught, monkeypatch):
+    monkeypatch.setattr(HFTarget, "open", lambda target, taps=(): LeakyMemory(target, taps))
+    with pytest.raises(AssertionError):
+        for seed in (0, 1):
+            check_family(taught, Match, seed, gate=ALWAYS_OPEN, max_stages=3)
 
 
 def test_a_target_that_keeps_a_rejected_row_is_caught(world):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dloop.detect import FAMILIES
 from dloop.drafters.block import BlockDrafter, BlockMemory
 from dloop.drafters.gap import READINGS
 from dloop.drafters.memory import KeyValues, SlotMemory
@@ -254,10 +255,11 @@ def decode_lawfully(
     return lawful
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("reading", READINGS)
-def test_the_drafter_holds_exactly_the_verified_rows_after_every_round(target, reading):
+def test_the_drafter_holds_exactly_the_verified_rows_after_every_round(target, family, reading):
     """Whatever was accepted: 0, 1, ..., S * k tokens of a round."""
-    drafter = tiny_drafter(target, stage_len=K, gap_rows=reading)
+    drafter = tiny_drafter(target, family=family, stage_len=K, gap_rows=reading)
     judge = Forced(counts=[0, 9, 4, 1, 6, 2, 8, 5, 3, 7])
     decode_lawfully(target, drafter.open(), judge, max_stages=3, num_tokens=70, gate=ALWAYS_OPEN)
     whole = [draft for draft in judge.drafts if len(draft.drafted) == 3 * K]
@@ -327,8 +329,9 @@ def test_a_drafter_memory_that_breaks_the_law_is_caught(
         decode_lawfully(qwen3, planted(drafter), Forced([2]), max_stages=3, num_tokens=12, gate=ALWAYS_OPEN)
 
 
-def test_further_stages_stand_on_a_tail_that_the_next_round_drops(qwen3):
-    drafter = tiny_drafter(qwen3, stage_len=K)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_further_stages_stand_on_a_tail_that_the_next_round_drops(qwen3, family):
+    drafter = tiny_drafter(qwen3, family=family, stage_len=K)
     memory = drafter.open()
     memory.extend(0, 0, PROMPT, qwen3.open(drafter.taps).prefill(0, PROMPT).features)
     slot = memory.slots[0].memory
@@ -342,10 +345,21 @@ def test_further_stages_stand_on_a_tail_that_the_next_round_drops(qwen3):
     assert again == first
 
 
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", None])
-def test_a_stage_drafted_step_by_step_is_the_whole_block_with_known_tokens(qwen3, head):
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"head": "vanilla"},
+        {"head": "gated"},
+        {"head": "rnn"},
+        {"head": None},
+        {"family": "dflash"},
+        {"family": "domino"},
+    ],
+    ids=lambda made: str(*made.values()),
+)
+def test_a_stage_drafted_step_by_step_is_the_whole_block_with_known_tokens(qwen3, made):
     """Decoding corrects row by row, training all rows at once: the same logits, so each token is their argmax."""
-    drafter = tiny_drafter(qwen3, head=head)
+    drafter = tiny_drafter(qwen3, **made)
     memory = drafter.open()
     memory.extend(0, 0, PROMPT, qwen3.open(drafter.taps).prefill(0, PROMPT).features)
     anchor = 1

@@ -28,10 +28,11 @@ def commands() -> list[list[str]]:
 
 
 def needs_a_download(words: list[str]) -> bool:
+    """A model, or the results of a benchmark of one."""
     models = [
         words[i + 1] for i, word in enumerate(words) if word in ("--model", "--draft-model", "--target-model-path")
     ]
-    return any("/" in model and not model.startswith("outputs/") for model in models)
+    return "report" in words or any("/" in model and not model.startswith("outputs/") for model in models)
 
 
 def run_in_order(folder: Path) -> None:

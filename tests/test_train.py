@@ -10,21 +10,22 @@ import torch
 
 import dloop.train.trainer
 from dloop.cli.main import entry
-from dloop.drafters.gap import READINGS
+from dloop.detect import FAMILIES
+from dloop.drafters.gap import READINGS, gap_rows
 from dloop.errors import UserError
 from dloop.load import load_drafter
-from dloop.testing import good_drafter, tiny_drafter, tiny_target, write_drafter, write_target
+from dloop.testing import good_drafter, taught_drafter, tiny_drafter, tiny_target, write_drafter, write_target
 from dloop.train.anchors import Anchors, sample_anchors
-from dloop.train.batch import TokenFile, batches, plan_epoch
-from dloop.train.block import DSparkObjective, ObjectiveSettings
-from dloop.train.cache import cache_features
+from dloop.train.batch import TokenFile, TrainBatch, batches, plan_epoch
+from dloop.train.block import ObjectiveSettings, objective_of
+from dloop.train.cache import cache_features, features_of
 from dloop.train.checkpoint import STATE, latest, resume
-from dloop.train.losses import decay_weights
+from dloop.train.losses import decay_weights, lambda_base
 from dloop.train.optim import Optimizer, learning_rate
 from dloop.train.packed import PackedStages
 from dloop.train.replay import total, trace, walk
 from dloop.train.start import from_target
-from dloop.train.trainer import Step, TrainSettings, depth_at, epoch_at, steps_of_epochs, train
+from dloop.train.trainer import Step, TrainSettings, columns, depth_at, epoch_at, steps_of_epochs, train
 from dloop.types import Features, StageRequest
 
 
@@ -42,11 +43,19 @@ def pair():
     return target, tiny_drafter(target)
 
 
+@pytest.fixture(params=FAMILIES)
+def each(request):
+    """The pair of every family."""
+    target = tiny_target("llama", seed=3)
+    return target, tiny_drafter(target, family=request.param)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("reading", READINGS)
-def test_packed_training_stages_are_the_deployed_stages_in_float64(reading):
+def test_packed_training_stages_are_the_deployed_stages_in_float64(family, reading):
     target = tiny_target("qwen3", seed=1)
     target.model.double()
-    drafter = tiny_drafter(target)
+    drafter = tiny_drafter(target, family=family)
     model = drafter.model.double()
     model.config = replace(model.config, gap_rows=reading)
     drafter = replace(drafter, vocabulary=target.vocabulary)
@@ -71,8 +80,8 @@ def test_packed_training_stages_are_the_deployed_stages_in_float64(reading):
                 assert worst < 1e-9, f"stage {index}, chain {chain}: {worst}"
 
 
-def test_nothing_after_an_anchor_or_of_another_anchor_is_seen(pair):
-    target, drafter = pair
+def test_nothing_after_an_anchor_or_of_another_anchor_is_seen(each):
+    target, drafter = each
     tokens = torch.randint(3, target.vocab_size, (1, 40))
     features = target.features(tokens, drafter.taps)
     keep = torch.ones(1, 2, dtype=torch.bool)
@@ -88,8 +97,8 @@ def test_nothing_after_an_anchor_or_of_another_anchor_is_seen(pair):
     assert torch.allclose(first_stage([10, 20], features.taps)[0], first_stage([10, 31], features.taps)[0], atol=1e-6)
 
 
-def test_gradients_flow_through_the_gap_rows(pair):
-    target, drafter = pair
+def test_gradients_flow_through_the_gap_rows(each):
+    target, drafter = each
     drafter.model.requires_grad_(True)
     tokens = torch.randint(3, target.vocab_size, (1, 40))
     anchors = Anchors(torch.tensor([[10]]), torch.ones(1, 1, dtype=torch.bool))
@@ -97,8 +106,12 @@ def test_gradients_flow_through_the_gap_rows(pair):
     stages = PackedStages.begin(drafter.model, drafter.vocabulary, tokens, features.taps, anchors)
     first, second = stages.forward(), stages.forward()
     (gradient,) = torch.autograd.grad(second.sum(), first)
-    assert gradient[0, 0, :-1].abs().min() > 0  # the states that produced a+1 .. a+k-1
-    assert gradient[0, 0, -1].abs().max() == 0  # the one that produced the new anchor
+    config = drafter.config
+    used = [row.row for row in gap_rows("producing", 1, config.stage_len, config.label_shift)]
+    idle = sorted(set(range(config.block_size)) - set(used))
+    assert gradient[0, 0, used].abs().min() > 0  # the states that produced a+1 .. a+k-1
+    assert gradient[0, 0, idle].abs().max() == 0  # the one that produced the new anchor, and DFlash's row 0
+    assert idle == ([0, config.block_size - 1] if config.label_shift else [config.block_size - 1])
 
 
 def test_anchors_have_a_labelled_successor_and_fresh_draws_differ():
@@ -125,11 +138,9 @@ def test_decay_stops_at_the_first_unlabelled_row_only_with_prefix():
     assert decay_weights(labelled, 2.0, prefix=False)[2] == pytest.approx(np.exp(-1.0))
 
 
-def test_a_step_without_any_label_is_finite(pair):
-    target, drafter = pair
-    objective = DSparkObjective(
-        drafter.model.requires_grad_(True), drafter.vocabulary, ObjectiveSettings(num_anchors=4)
-    )
+def test_a_step_without_any_label_is_finite(each):
+    target, drafter = each
+    objective = objective_of(drafter.model.requires_grad_(True), drafter.vocabulary, ObjectiveSettings(num_anchors=4))
     data = TokenFile(np.arange(3, 23), np.array([[20, 0]]), np.array([0]), 64)
     batch = data.collate(np.array([0]))
     loss = objective(batch, target.features(batch.tokens, drafter.taps), 2)
@@ -239,12 +250,16 @@ def test_cached_features_are_the_features(tmp_path, pair):
         assert torch.allclose(fresh.last[row, :length], found.last[row, :length], atol=1e-5)
 
 
-def test_a_new_drafter_starts_with_the_targets_layers(pair):
-    target, drafter = pair
+def test_a_new_drafter_starts_with_the_targets_layers(each):
+    target, drafter = each
     model = from_target(drafter.config, target, tuple(range(drafter.config.num_layers)), seed=0)
     theirs = target.backbone.layers[0].self_attn.q_proj.weight
     assert torch.equal(model.layers[0].self_attn.q_proj.weight, theirs)
-    assert model.markov_head.markov_w2.weight.abs().max() == 0
+    hidden, previous = torch.randn(drafter.config.block_size, 32), torch.arange(drafter.config.stage_len)
+    logits, _ = model.teacher_forced(hidden, previous, target.vocabulary)
+    own = torch.nn.functional.linear(model.predicting(hidden), target.vocabulary.head)
+    assert torch.allclose(logits, own, atol=1e-6), "a fresh head adds nothing"
+    assert all(value.isfinite().all() for value in model.state_dict().values())
     with pytest.raises(UserError, match="must name"):
         from_target(drafter.config, target, (99,) * drafter.config.num_layers, seed=0)
 
@@ -252,8 +267,8 @@ def test_a_new_drafter_starts_with_the_targets_layers(pair):
 def run_steps(pair, data, folder, num_steps, done=0, stop_after=None):
     """Train in a fresh copy of the pair's drafter; give the losses and the final weights."""
     target, drafter = pair
-    model = tiny_drafter(target).model.requires_grad_(True)
-    objective = DSparkObjective(model, target.vocabulary, ObjectiveSettings(num_anchors=6))
+    model = tiny_drafter(target, family=drafter.family).model.requires_grad_(True)
+    objective = objective_of(model, target.vocabulary, ObjectiveSettings(num_anchors=6))
     optimizer = Optimizer(model.parameters(), 1.0)
     if done:
         assert resume(latest(folder), model, optimizer, "same").step == done
@@ -270,14 +285,14 @@ def run_steps(pair, data, folder, num_steps, done=0, stop_after=None):
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_two_parts_of_a_step_are_one_batch_of_both(pair, depth):
-    target, drafter = pair
+def test_two_parts_of_a_step_are_one_batch_of_both(each, depth):
+    target, drafter = each
     data = TokenFile(torch.arange(3, 73).numpy(), np.array([[4, 9], [5, 52]]), np.array([0, 13]), 64)
     rows = {}
     for parts in ([[0, 1]], [[0], [1]]):
-        model = tiny_drafter(target).model.requires_grad_(True)
+        model = tiny_drafter(target, family=drafter.family).model.requires_grad_(True)
         optimizer = Optimizer(model.parameters(), 1e9)
-        objective = DSparkObjective(model, target.vocabulary, ObjectiveSettings(num_anchors=60))  # all that can be
+        objective = objective_of(model, target.vocabulary, ObjectiveSettings(num_anchors=60))  # all that can be
         step = Step(objective, lambda batch: target.features(batch.tokens, drafter.taps), optimizer)
         values = step([data.collate(np.array(part)) for part in parts], depth)
         rows[len(parts)] = values, [torch.zeros(1) if p.grad is None else p.grad for p in model.parameters()]
@@ -285,27 +300,129 @@ def test_two_parts_of_a_step_are_one_batch_of_both(pair, depth):
     assert all(torch.allclose(one, two, atol=1e-5) for one, two in zip(rows[1][1], rows[2][1], strict=True))
 
 
-def test_resume_gives_the_same_losses_bit_for_bit(tmp_path, pair):
-    data = TokenFile.read(token_file(tmp_path / "t.npz", pair[0]), 64)
-    straight, weights = run_steps(pair, data, tmp_path / "a", 8)
-    before, _ = run_steps(pair, data, tmp_path / "b", 8, stop_after=5)
-    after, resumed = run_steps(pair, data, tmp_path / "b", 8, done=5)
+def test_resume_gives_the_same_losses_bit_for_bit(tmp_path, each):
+    data = TokenFile.read(token_file(tmp_path / "t.npz", each[0]), 64)
+    straight, weights = run_steps(each, data, tmp_path / "a", 8)
+    before, _ = run_steps(each, data, tmp_path / "b", 8, stop_after=5)
+    after, resumed = run_steps(each, data, tmp_path / "b", 8, done=5)
     assert before + after == straight
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
     assert straight[-1][0] < straight[0][0]
 
 
-def test_every_parameter_learns(tmp_path, pair):
-    data = TokenFile.read(token_file(tmp_path / "t.npz", pair[0]), 64)
-    before = tiny_drafter(pair[0]).model.state_dict()
-    _, after = run_steps(pair, data, tmp_path / "a", 3)
+def test_every_parameter_learns(tmp_path, each):
+    data = TokenFile.read(token_file(tmp_path / "t.npz", each[0]), 64)
+    before = tiny_drafter(each[0], family=each[1].family).model.state_dict()
+    _, after = run_steps(each, data, tmp_path / "a", 3)
     assert [name for name in before if torch.equal(before[name], after[name])] == []
+    header = (tmp_path / "a" / "train.csv").read_text().split("\n")[0].split(",")
+    terms = {"dflash": ["ce"], "dspark": ["ce", "l1", "confidence"], "domino": ["ce", "base_ce"]}[each[1].family]
+    assert header[4:] == ["loss", "grad_norm", *(f"host_{t}" for t in terms), *(f"loop_{t}" for t in terms)]
+
+
+def batch_of(target, lengths):
+    """Random texts of these lengths, all of them labels."""
+    tokens = torch.randint(3, target.vocab_size, (len(lengths), max(lengths)))
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return TrainBatch(tokens, mask, torch.tensor(lengths), torch.zeros(len(lengths), dtype=torch.int64))
+
+
+def test_samples_are_shifted_within_their_room(pair):
+    batch = batch_of(pair[0], [5, 9])
+    drawn = [batch.shifted(12).offsets.tolist() for _ in range(300)]
+    for row, room in ((0, 12 - 5), (1, 12 - 9)):
+        assert {offsets[row] for offsets in drawn} == set(range(room + 1))
+    assert torch.equal(batch.shifted(12).tokens, batch.tokens) and batch.offsets is None
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_shift_moves_target_and_drafter_together(each, depth):
+    """Positions matter by their differences alone, so the loss stays; a part left behind would move it."""
+    target, drafter = each
+    target.model.double()
+    model = drafter.model.double()
+    batch = batch_of(target, [25, 30])
+    shifted = replace(batch, offsets=torch.tensor([40, 7]))
+    objective = objective_of(model, target.vocabulary, ObjectiveSettings(num_anchors=40))
+    asked, losses = [], []
+    rotary = target.model.model.rotary_emb
+    rotary.register_forward_pre_hook(
+        lambda _, given, named: asked.append(named.get("position_ids", given[-1])), with_kwargs=True
+    )
+    for one in (batch, shifted):
+        losses.append(objective(one, features_of(target, drafter.taps, one), depth).total.item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)  # transformers' angles are float32
+    assert [positions[:, 0].tolist() for positions in asked] == [[0], [40, 7]]
+    stages = [
+        PackedStages.begin(
+            model, target.vocabulary, one.tokens, features_of(target, drafter.taps, one).taps,
+            objective.draw(one), offsets=one.offsets,
+        )
+        for one in (batch, shifted)
+    ]  # fmt: skip
+    moved = (stages[0].memory[0].keys - stages[1].memory[0].keys).abs().amax((0, 1, 3))
+    assert moved.min() > 1e-6, "every context position is rotated further"
+
+
+def test_a_drafter_left_behind_by_a_shift_is_caught(each, monkeypatch):
+    """Planted: block rows stay where they were, context and gap rows move."""
+    target, drafter = each
+    batch = batch_of(target, [30])
+    shifted = replace(batch, offsets=torch.tensor([40]))
+    objective = objective_of(drafter.model, target.vocabulary, ObjectiveSettings(num_anchors=40))
+    right = objective(shifted, features_of(target, drafter.taps, shifted), 1).total.item()
+    inner = drafter.model.stage
+    monkeypatch.setattr(drafter.model, "stage", lambda rows, at, *rest: inner(rows, at - 40, *rest))
+    wrong = objective(shifted, features_of(target, drafter.taps, shifted), 1).total.item()
+    assert wrong != pytest.approx(right, abs=1e-3)
+
+
+def test_domino_s_uncorrected_share_falls_to_zero_over_half_the_run():
+    shares = [lambda_base(step, 100, 1.0, 0.5) for step in range(100)]
+    assert shares[0] == pytest.approx(0.98) and shares[24] == pytest.approx(0.5)
+    assert shares[49:] == [0.0] * 51 and shares[:50] == sorted(shares[:50], reverse=True)
+    assert lambda_base(0, 1, 1.0, 0.5) == 0.0  # a run of one step
+    assert lambda_base(9, 100, 0.5, 1.0) == pytest.approx(0.45)
+
+
+@pytest.mark.parametrize(("max_stage", "expected"), [(0, [0.5, 0.0, 0.0, 0.0]), (2, [0.0] * 4)], ids=["host", "loop"])
+def test_domino_s_curriculum_is_for_host_training_alone(tmp_path, max_stage, expected):
+    target = tiny_target("llama", seed=3)
+    drafter = tiny_drafter(target, family="domino")
+    data = TokenFile.read(token_file(tmp_path / "t.npz", target), 64)
+    objective = objective_of(drafter.model.requires_grad_(True), target.vocabulary, ObjectiveSettings(num_anchors=4))
+    step = Step(
+        objective, lambda batch: target.features(batch.tokens, drafter.taps), Optimizer(drafter.model.parameters(), 1.0)
+    )
+    shares, inner = [], step.loss
+    step.loss = lambda *given: (shares.append(objective.lambda_base.item()), inner(*given))[1]
+    settings = TrainSettings(num_steps=4, batch_size=4, log_interval=1, dloop_max_stage=max_stage)
+    records = list(train(step, data, settings, tmp_path))
+    assert shares == pytest.approx(expected)
+    names = columns(objective)
+    for record, share in zip(records, shares, strict=True):
+        values = dict(zip(names, record.values, strict=True))
+        host = (1 - share) * values["host_ce"] + share * values["host_base_ce"]
+        loss = host if not max_stage else 0.75 * host + 0.25 * values["loop_ce"]
+        assert values["loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_dflash_takes_one_mean_over_host_and_loop_rows(tmp_path):
+    target = tiny_target("llama", seed=3)
+    drafter = tiny_drafter(target, family="dflash")
+    batch = batch_of(target, [20, 30])
+    objective = objective_of(drafter.model, target.vocabulary, ObjectiveSettings(num_anchors=40))
+    loss = objective(batch, target.features(batch.tokens, drafter.taps), 2)
+    joint = (loss.host.terms + loss.loop.terms) / (loss.host.weight + loss.loop.weight)
+    assert loss.total.item() == pytest.approx(joint.item(), rel=1e-5)
+    apart = 0.75 * objective.mean(loss.host) + 0.25 * objective.mean(loss.loop)
+    assert loss.total.item() != pytest.approx(apart.item(), rel=1e-3)
 
 
 def test_an_interrupt_saves_at_a_step_and_restores_the_handler(tmp_path, pair):
     target, drafter = pair
     data = TokenFile.read(token_file(tmp_path / "t.npz", target), 64)
-    objective = DSparkObjective(drafter.model.requires_grad_(True), target.vocabulary, ObjectiveSettings(num_anchors=4))
+    objective = objective_of(drafter.model.requires_grad_(True), target.vocabulary, ObjectiveSettings(num_anchors=4))
     optimizer = Optimizer(drafter.model.parameters(), 1.0)
     step = Step(objective, lambda batch: target.features(batch.tokens, drafter.taps), optimizer)
     before = signal.getsignal(signal.SIGINT)
@@ -373,11 +490,13 @@ def test_a_broken_state_is_not_resumed_from(folders, capsys, fault):
     assert ("not finite" if fault == "nan" else "cannot be read") in capsys.readouterr().err
 
 
-def test_replay_predicts_real_decoding_at_every_gate():
+@pytest.mark.parametrize("family", ["good", *FAMILIES])
+def test_replay_predicts_real_decoding_at_every_gate(family):
     target = tiny_target("qwen3", seed=5)
     prompt = [5, 9, 3, 11, 7]
     answer = dloop.generate_autoregressive(target, prompt, max_new_tokens=80, stop_token_ids=[]).tokens
-    drafter = good_drafter(target, [prompt + answer])
+    texts = [prompt + answer]
+    drafter = good_drafter(target, texts) if family == "good" else taught_drafter(target, texts, family=family)
     found = trace(drafter.model, drafter.vocabulary, target, prompt, answer, num_stages=4)
     scores = sorted(found.score[:, 0].tolist())
     gates = [1.0, float("-inf"), scores[len(scores) // 3], scores[2 * len(scores) // 3]]
@@ -397,6 +516,11 @@ def test_replay_predicts_real_decoding_at_every_gate():
 @pytest.fixture
 def folders(tmp_path, pair):
     target, drafter = pair
+    return written(tmp_path, target, drafter)
+
+
+def written(tmp_path, target, drafter):
+    """A target, a drafter and tokens, as the command reads them."""
     write_target(target, tmp_path / "target")
     write_drafter(drafter, tmp_path / "drafter", "specforge")
     token_file(tmp_path / "tokens.npz", target)
@@ -419,6 +543,48 @@ def test_the_command_trains_and_its_checkpoint_is_a_drafter(folders, capsys, pai
     drafter = load_drafter(done["checkpoint"], pair[0])
     assert drafter.config == pair[1].config
     assert (folders / "out" / "train.csv").read_text().count("\n") == 4
+
+
+def test_the_command_trains_every_family(tmp_path, each, capsys):
+    target, drafter = each
+    where = written(tmp_path, target, drafter)
+    assert entry(command(where, "--json", "--position-offset-max", "64")) == 0
+    done = json.loads(capsys.readouterr().out)
+    found = load_drafter(done["checkpoint"], target)
+    assert (found.family, found.config) == (drafter.family, drafter.config)
+    assert "loop_ce" in done["records"][0]
+    words = command(where, "--draft-config-path", str(where / "drafter" / "config.json"), "--dloop-max-stage", "0")
+    at = words.index("--draft-init-path")
+    assert entry([*words[:at], *words[at + 2 :], "--output-dir", str(where / "new")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "part"),
+    [
+        (
+            "dflash",
+            ["--dspark-l1-loss-alpha", "0.5"],
+            "--dspark-l1-loss-alpha 0.5 is for dspark, this drafter is dflash",
+        ),
+        ("domino", ["--dspark-ce-loss-alpha", "0.5"], "--dspark-ce-loss-alpha 0.5 is for dspark"),
+        ("dflash", ["--dloop-loss-weight", "0.5"], "--dloop-loss-weight 0.5 is for dspark and domino"),
+        ("dflash", ["--lambda-base-start", "0.5"], "--lambda-base-start 0.5 is for domino"),
+        ("dspark", ["--lambda-base-decay-ratio", "1"], "--lambda-base-decay-ratio 1.0 is for domino"),
+        ("domino", ["--lambda-base-start", "0.5"], "give --dloop-max-stage 0"),
+        ("domino", ["--lambda-base-start", "1.5"], "--lambda-base-start 1.5 must be a share"),
+        ("domino", ["--lambda-base-decay-ratio", "nan"], "--lambda-base-decay-ratio nan"),
+        ("dflash", ["--position-offset-max", "257"], "--position-offset-max 257 is beyond the 256 positions"),
+        ("dflash", ["--position-offset-max", "-1"], "--position-offset-max -1"),
+        ("dflash", ["--position-offset-max", "20"], "leaves no place"),
+        ("dflash", ["--position-offset-max", "64", "--cache-features"], "--cache-features"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_flags_of_another_family_end_in_one_line(tmp_path, capsys, family, more, part):
+    target = tiny_target("llama", seed=3)
+    assert entry(command(written(tmp_path, target, tiny_drafter(target, family=family)), *more)) == 2
+    line = capsys.readouterr().err.strip()
+    assert part in line and "\n" not in line
 
 
 def test_the_command_starts_a_new_drafter_from_the_targets_layers(folders, capsys):

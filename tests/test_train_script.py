@@ -19,8 +19,9 @@ from dloop.errors import UserError
 from dloop.testing import tiny_drafter, tiny_target, write_drafter, write_target
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "scripts" / "train_dflash.py"
-EXAMPLE = ROOT / "examples" / "run_dloop_dspark.sh"
+SCRIPTS = {name: ROOT / "scripts" / f"{name}.py" for name in ("train_dflash", "train_domino")}
+SCRIPT = SCRIPTS["train_dflash"]
+EXAMPLES = ROOT / "examples"
 PUBLISHED = r"""
 torchrun --nnodes $NNODES --node_rank $NODE_RANK --master_addr $MASTER_ADDR \
     --master_port $MASTER_PORT --nproc_per_node 8 scripts/train_dflash.py \
@@ -81,6 +82,18 @@ def test_the_published_defaults_hold_where_a_flag_is_left_out():
     assert (command.max_length, command.save_interval, command.log_interval, command.seed) == (3072, 1000, 50, 42)
 
 
+def test_the_published_flags_of_dflash_and_domino_arrive():
+    """`--position-offset-max`, and what `train_domino.py` adds."""
+    words = "--position-offset-max 28672 --dloop-max-stage 0 --lambda-base-start 0.8 --lambda-base-decay-ratio 1.0"
+    command = train_command([*NEEDED, *words.split()])
+    assert (command.position_offset_max, command.dloop_max_stage) == (28672, 0)
+    assert (command.lambda_base_start, command.lambda_base_decay_ratio) == (0.8, 1.0)
+    bare = train_command(NEEDED)
+    assert (bare.position_offset_max, bare.lambda_base_start, bare.lambda_base_decay_ratio) == (0, 1.0, 0.5)
+    for family in ("dflash", "dspark", "domino"):
+        train_command([*NEEDED, "--loss-type", family])
+
+
 def test_every_flag_arrives():
     words = [
         "--init-layers",
@@ -114,7 +127,6 @@ def test_every_attention_backend_is_taken_and_told(backend, capsys):
         "--lm-head-key head",
         "--loss-type dpace",
         "--dpace-alpha 0.7",
-        "--position-offset-max 28672",
         "--eval-data-path x.jsonl",
         "--report-to wandb",
     ],
@@ -139,6 +151,8 @@ def folders(tmp_path_factory):
     target = tiny_target("llama")
     write_target(target, home / "target")
     write_drafter(tiny_drafter(target), home / "drafter", "deepspec")
+    for family in ("dflash", "domino"):
+        write_drafter(tiny_drafter(target, family=family), home / family, "dflash")
     np.savez(home / "t.npz", flat=np.arange(3, 93, dtype=np.uint16), lens=np.array([[5, 25]] * 3))
     return home
 
@@ -155,6 +169,7 @@ def of(folders, *more) -> list[str]:
 )
 def test_the_drafters_shape_is_checked_against_its_config(folders, flag, right, wrong):
     forwarded("x", of(folders, flag, str(right)))
+    forwarded("x", of(folders, "--draft-init-path", str(folders / "domino"), flag, str(right)))
     with pytest.raises(UserError, match=f"{flag} {wrong} is not the drafter's, whose config says {right}"):
         forwarded("x", of(folders, flag, str(wrong)))
 
@@ -177,24 +192,44 @@ def test_the_script_trains_and_fails_in_one_line(folders):
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_script_is_a_thin_forwarder_with_help(capsys):
-    assert len(SCRIPT.read_text().splitlines()) <= 30
-    spec = importlib.util.spec_from_file_location("train_dflash", SCRIPT)
+def loaded(name: str):
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS[name])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.main(["--help"]) == 0
+    return module
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_script_is_a_thin_forwarder_with_help(name, capsys):
+    assert len(SCRIPTS[name].read_text().splitlines()) <= 30
+    assert loaded(name).main(["--help"]) == 0
     assert "--dloop-max-stage" in capsys.readouterr().out
 
 
-# the example
+@pytest.mark.parametrize(("name", "family"), [("train_dflash", "dflash"), ("train_domino", "domino")])
+def test_each_script_trains_its_family_with_and_without_the_loop(folders, name, family, tmp_path, capsys):
+    given = ["--draft-init-path", str(folders / family), "--max-steps", "1", "--num-anchors", "2", "--dtype", "float32"]
+    for stage in ("0", "2"):
+        out = tmp_path / stage
+        more = ["--device", "cpu", "--dloop-max-stage", stage, "--output-dir", str(out)]
+        assert loaded(name).main(of(folders, *given, *more)) == 0
+        assert Path(capsys.readouterr().out.strip()).parent == out
+    assert loaded(name).main(of(folders, *given, "--tp-size", "2")) == 2
+    assert f"{name}.py: error: --tp-size 2" in capsys.readouterr().err
 
 
-def example(tmp_path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the example with a torchrun that only shows what it was given."""
+# the examples
+
+
+def example(tmp_path, *words: str, host: str = "dspark", **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a host's example with a torchrun that only shows what it was given."""
     (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "torchrun").chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **env}
-    return subprocess.run(["bash", str(EXAMPLE), *words], env=env, cwd=tmp_path, capture_output=True, text=True)
+    return subprocess.run(
+        ["bash", str(EXAMPLES / f"run_dloop_{host}.sh"), *words], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -208,6 +243,24 @@ def test_the_example_is_the_published_command(tmp_path, size):
     assert given[:at] == shlex.split(
         "--nnodes 1 --node_rank 0 --master_addr 127.0.0.1 --master_port 29500 --nproc_per_node 1"
     )
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("host", "script", "drafter", "own"),
+    [
+        ("dflash", "train_dflash", "z-lab/Qwen3-8B-DFlash-b16", {"position_offset_max": 28672, "num_anchors": 512}),
+        ("domino", "train_domino", "Huang2020/Qwen3-8B-Domino-b16", {"dloop_loss_weight": 0.25, "num_anchors": 256}),
+    ],
+)
+def test_the_examples_of_the_other_hosts_parse(tmp_path, host, script, drafter, own):
+    given = example(tmp_path, "8B", host=host, DATA="d.jsonl").stdout.split("\n")[:-1]
+    at = given.index(str(SCRIPTS[script]))
+    command = train_command(given[at + 1 :])
+    assert (command.target_model_path, command.draft_init_path) == ("Qwen/Qwen3-8B", drafter)
+    assert (command.loss_decay_gamma, command.dloop_max_stage, command.num_epochs) == (7.0, 3, 1)
+    assert command.output_dir == Path(f"outputs/dloop-{host}-qwen3-8b")
+    assert {name: getattr(command, name) for name in own} == own
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

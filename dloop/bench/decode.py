@@ -1,6 +1,5 @@
 """One sample decoded and timed: every turn is a response, and the next turn's history holds the answer."""
 
-import hashlib
 import resource
 import sys
 import time
@@ -16,6 +15,7 @@ from dloop.chat import Message, Tokenizer
 from dloop.drafters.block import BlockDrafter
 from dloop.gate import ALWAYS_OPEN
 from dloop.records import SCHEMA, Answer, prompt_sha256, round_record
+from dloop.sampling import sample_seed
 from dloop.settings import Settings
 from dloop.targets.hf import HFTarget
 
@@ -156,12 +156,6 @@ def warm_up(decoder: Decoder, sample: Sample) -> None:
             room = min(count * drafter.config.stage_len + 2, target.context - len(prompt))
             forced = replace(settings, loop_gate=ALWAYS_OPEN, max_stages=count, max_new_tokens=room, stop_token_ids=())
             next(start(target, drafter, prompt, forced))
-
-
-def sample_seed(seed: int, index: int) -> int:
-    """A sample's own seed, from the run's and the sample's row: the same in any order and on any rank."""
-    digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1  # below 2**63
 
 
 def clock(device: torch.device) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
+from jaxtyping import Float
 
 from dloop.records import Json, Number, RoundJson, mean_of, number, rebuild, repetition_share
 from dloop.types import FinishReason
@@ -209,11 +210,20 @@ def interval(parts_and_wholes: Sequence[tuple[float, float]]) -> list[float] | N
     """Bounds of sum(parts) / sum(wholes); None for fewer than two samples."""
     if len(parts_and_wholes) < 2:
         return None
-    pairs = np.array(parts_and_wholes, dtype=np.float64)
-    generator = np.random.default_rng(BOOTSTRAP_SEED)
-    sums = pairs[generator.integers(len(pairs), size=(RESAMPLES, len(pairs)))].sum(1)
+    sums = resample(np.array(parts_and_wholes, dtype=np.float64))
+    return bounds(sums[:, 0] / sums[:, 1])
+
+
+def resample(samples: Float[np.ndarray, "n c"], stream: int = 0) -> Float[np.ndarray, "r c"]:
+    """Sums over samples drawn with replacement; one `stream` draws the same samples again, another one others."""
+    generator = np.random.default_rng([BOOTSTRAP_SEED, stream] if stream else BOOTSTRAP_SEED)
+    return samples[generator.integers(len(samples), size=(RESAMPLES, len(samples)))].sum(1)
+
+
+def bounds(draws: Float[np.ndarray, " r"]) -> list[float]:
+    """The percentile interval of a figure's draws."""
     tail = 50 * (1 - LEVEL)
-    low, high = np.percentile(sums[:, 0] / sums[:, 1], [tail, 100 - tail])
+    low, high = np.percentile(draws, [tail, 100 - tail])
     return [float(low), float(high)]
 
 

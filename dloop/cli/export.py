@@ -10,15 +10,16 @@ from dloop.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Common):
-    """Write a DSpark drafter in a published layout. Tensors are passed on bit for bit.
+    """Write a block drafter in a published layout. Tensors are passed on bit for bit.
 
-    specforge is what `dloop train` writes: a nested config, the target's vocabulary is used. deepspec is flat and
-    stores embedding and head of the target too. Both load as --draft-model.
+    specforge is what `dloop train` writes: a nested config, the target's vocabulary is used. dflash is the same under
+    the one model name that early files give every family. deepspec (DSpark only) is flat and stores embedding and head
+    of the target too. All load as --draft-model.
     """
 
     draft_model: str = required("drafter: a folder (a training checkpoint too), a hub id, or demo", group="models")
     model: str = required("the drafter's target: smollm2, a folder or a hub id", group="models")
-    layout: Literal["specforge", "deepspec"] = required("the layout to write")
+    layout: Literal["specforge", "dflash", "deepspec"] = required("the layout to write")
     output_dir: Path = required("a new folder")
     max_shard_bytes: int | None = option(None, "split the weights into files of at most this many bytes")
     overwrite: bool = option(False, "replace a checkpoint that is there")

@@ -1,7 +1,8 @@
 """What `dloop demo` does: the same prompts decoded plainly, by the host drafter and by the loop, in turns."""
 
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from dloop.api import start
+from dloop.certificate.margins import NEAR_TIE, Difference, Keeping, first_difference
 from dloop.chat import Tokenizer, load_tokenizer
 from dloop.cli.answer import decode as decode_stream
 from dloop.cli.answer import device_of
@@ -24,9 +26,8 @@ from dloop.load import DTypeName, load_drafter, load_target
 from dloop.records import Answer, dumps
 from dloop.settings import Settings
 from dloop.targets.hf import HFTarget
-from dloop.types import Draft, Sampling, Verdict
+from dloop.types import Sampling
 
-NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.25}  # largest gap of logits that rounding can turn over
 WARM_UP_TOKENS = 8
 THREAD_TEST_TOKENS = 5
 CONTROL_TOKENS = 48
@@ -51,16 +52,6 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Where a text first leaves plain decoding's, and how sure plain decoding was there."""
-
-    index: int  # of the token in the answer
-    plain: int
-    other: int
-    gap: float  # plain decoding's own logit of its token, less that of the other
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """One answer, one way."""
 
@@ -68,27 +59,6 @@ class Run:
     way: str
     answer: Answer
     difference: Difference | None  # None: the same text as plain decoding
-
-
-@dataclass
-class Keeping:
-    """A judge that keeps the rows it chose from: row i gave plain decoding's token i."""
-
-    judge: Match
-    rows: list[Float[Tensor, " V"]] = field(default_factory=list[Tensor])
-
-    @property
-    def drafting(self) -> Sampling | None:
-        """As the judge says."""
-        return self.judge.drafting
-
-    def first(self, logits: Float[Tensor, " V"], position: int) -> int:
-        self.rows.append(logits)
-        return self.judge.first(logits, position)
-
-    def __call__(self, draft: Draft, logits: Float[Tensor, "n V"]) -> Verdict:
-        self.rows.append(logits[0])
-        return self.judge(draft, logits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +122,7 @@ def run_all(pair: Pair, command: Command, kinds: list[str], progress: Progress) 
     """Every prompt every way; the order of the ways turns, so that none always comes first."""
     plain, host = Way("plain", None), Way("host", pair.drafter)
     ways = [plain, host, Way("loop", pair.drafter, command.loop_gate)]
-    choose_threads(pair, kinds[0])
+    choose_threads(pair.target, lambda: decode_one(pair, plain, kinds[0], THREAD_TEST_TOKENS).answer.decode_s)
     for way in ways:
         decode_one(pair, way, kinds[0], WARM_UP_TOKENS)
     runs: list[Run] = []
@@ -166,15 +136,15 @@ def run_all(pair: Pair, command: Command, kinds: list[str], progress: Progress) 
     return runs
 
 
-def choose_threads(pair: Pair, kind: str) -> None:
+def choose_threads(target: HFTarget, time: Callable[[], float]) -> None:
     """On a busy processor threads wait for one another, and one alone can be several times faster: measure."""
     many = torch.get_num_threads()
-    if pair.target.device.type != "cpu" or many == 1:
+    if target.device.type != "cpu" or many == 1:
         return
     times: dict[int, float] = {}
     for threads in (many, 1, many, 1):  # the first of each also warms up
         torch.set_num_threads(threads)
-        times[threads] = decode_one(pair, Way("plain", None), kind, THREAD_TEST_TOKENS).answer.decode_s
+        times[threads] = time()
     torch.set_num_threads(min(times, key=times.__getitem__))
 
 
@@ -190,7 +160,7 @@ def float32_control(command: Command, kind: str, progress: Progress) -> Run:
 
 class Decoded(NamedTuple):
     answer: Answer
-    rows: list[Float[Tensor, " V"]]  # the logits that each round's first choice was made from
+    rows: Float[Tensor, "T V"]  # the logits that each token was chosen from
 
 
 def decode_one(pair: Pair, way: Way, kind: str, max_new_tokens: int) -> Decoded:
@@ -206,13 +176,7 @@ def decode_one(pair: Pair, way: Way, kind: str, max_new_tokens: int) -> Decoded:
 
 def compare(kind: str, way: str, plain: Decoded, other: Decoded) -> Run:
     ours, theirs = plain.answer.generation.tokens, other.answer.generation.tokens
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    index = next((index for index, (token, instead) in pairs if token != instead), None)
-    difference = None
-    if index is not None:
-        row = plain.rows[index].float()
-        gap = float(row[ours[index]] - row[theirs[index]])
-        difference = Difference(index=index, plain=ours[index], other=theirs[index], gap=gap)
+    difference = first_difference(ours, theirs, lambda index: plain.rows[index].float())
     assert difference or len(ours) == len(theirs), (
         f"{way} ends {kind} after {len(theirs)} tokens, plain after {len(ours)}"
     )

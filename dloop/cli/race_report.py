@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dloop.certificate.margins import NEAR_TIE, Difference
 from dloop.cli.answer import WIDE
 from dloop.cli.demo import PROMPTS, Command
-from dloop.cli.race import NEAR_TIE, Difference, Pair, Race, Run
+from dloop.cli.race import Pair, Race, Run
 from dloop.records import (
     SCHEMA,
     hardware,

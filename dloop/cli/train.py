@@ -9,8 +9,9 @@ from dloop.cli.args import Common, option, required
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Common):
-    """Train a DSpark drafter for a target: the host's own objective, and a loop stage in the layout decoding runs.
+    """Train a drafter for a target: the host's own objective, and a loop stage in the layout decoding runs.
 
+    The drafter decides the family: DFlash, DSpark or Domino.
     Start from a drafter (--draft-init-path) or from the target's own layers (--draft-config-path, --init-layers).
     Checkpoints epoch_E_step_S in --output-dir load as --draft-model. Ctrl-C saves; --resume goes on exactly there.
     """
@@ -49,14 +50,29 @@ class Command(Common):
     log_interval: int = option(50, "steps between lines of the log", group="run")
     save_interval: int = option(1000, "steps between checkpoints", group="run")
     num_anchors: int = option(512, "most anchors of a sequence", group="objective")
-    loss_decay_gamma: float = option(4.0, "row j of a stage weighs exp(-j / gamma)", group="objective")
-    dspark_ce_loss_alpha: float = option(0.1, "weight of the cross-entropy", group="objective")
-    dspark_l1_loss_alpha: float = option(0.9, "weight of the L1 distance to the target's law", group="objective")
-    dspark_confidence_head_alpha: float = option(1.0, "weight of the confidence head's loss", group="objective")
+    loss_decay_gamma: float = option(
+        4.0, "row j of a stage weighs exp(-j / gamma); published: 7 for blocks of 16", group="objective"
+    )
+    position_offset_max: int = option(
+        0, "samples begin at positions drawn anew each step, below this minus their length", group="objective"
+    )
+    dspark_ce_loss_alpha: float = option(0.1, "DSpark: weight of the cross-entropy", group="objective")
+    dspark_l1_loss_alpha: float = option(0.9, "DSpark: weight of the distance to the target's law", group="objective")
+    dspark_confidence_head_alpha: float = option(1.0, "DSpark: weight of the confidence head's loss", group="objective")
+    lambda_base_start: float = option(
+        1.0,
+        "Domino, host training: first share of the uncorrected loss; 0 as soon as --dloop-max-stage > 0",
+        group="objective",
+    )
+    lambda_base_decay_ratio: float = option(
+        0.5, "Domino, host training: part of the run after which that share is 0", group="objective"
+    )
     dloop_max_stage: int = option(
         3, "loop stage k ~ U{1..K} each step; 0 is the host objective alone", group="objective"
     )
-    dloop_loss_weight: float = option(0.25, "loss = (1 - w) host + w loop", group="objective")
+    dloop_loss_weight: float = option(
+        0.25, "loss = (1 - w) host + w loop; DFlash takes one mean over both instead", group="objective"
+    )
     gap_rows: Literal["producing", "position", "anchor_included"] | None = option(
         None,
         "which draft states fill the gap of unverified positions; the drafter's own reading by default",

@@ -10,7 +10,7 @@ from dloop.chat import load_tokenizer
 from dloop.cli.train import Command
 from dloop.data.chat_templates import chat_template
 from dloop.data.tokenise import Collection, samples_of
-from dloop.drafters.config import DSparkConfig
+from dloop.drafters.config import BlockConfig
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
@@ -25,7 +25,7 @@ def is_jsonl(path: Path) -> bool:
     return True
 
 
-def read_jsonl(command: Command, target: HFTarget, config: DSparkConfig) -> TokenFile:
+def read_jsonl(command: Command, target: HFTarget, config: BlockConfig) -> TokenFile:
     """Samples with at least two blocks of labels."""
     tokenizer = load_tokenizer(target.folder, target.name)
     if tokenizer is None:
@@ -62,6 +62,11 @@ def check_data(data: TokenFile, target: HFTarget, command: Command) -> None:
         raise UserError(
             f"{path} has samples of {longest} tokens within --max-length {command.max_length}, {target.name} takes "
             f"{target.context}; give --max-length {target.context} to cut them there"
+        )
+    if 0 < command.position_offset_max < longest:
+        raise UserError(
+            f"--position-offset-max {command.position_offset_max} leaves no place for {path}'s samples of {longest} "
+            "tokens; give at least that, or cut them with --max-length"
         )
 
 

@@ -1,4 +1,4 @@
-"""The published flags and defaults of `scripts/train_dflash.py`, turned into those of `dloop train`."""
+"""The published flags and defaults of `scripts/train_dflash.py` and `train_domino.py`, turned into `dloop train`'s."""
 
 import dataclasses
 import sys
@@ -19,9 +19,8 @@ TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
     "tp_size": ((1,), "the target runs on one device; use --tp-size 1"),
     "embedding_key": ((None, DEFAULT_EMBEDDING), "embedding and head are the loaded target's; leave it out"),
     "lm_head_key": ((None, DEFAULT_HEAD), "embedding and head are the loaded target's; leave it out"),
-    "loss_type": ((None, "dflash", "dspark"), "the objective is DSpark's; leave it out"),
-    "dpace_alpha": ((0.5,), "the objective is DSpark's; leave it out"),
-    "position_offset_max": ((0,), "shifted positions are DFlash's; leave it out"),
+    "loss_type": ((None, "dflash", "dspark", "domino"), "the drafter's family decides the objective; leave it out"),
+    "dpace_alpha": ((0.5,), "the drafter's family decides the objective; leave it out"),
     "eval_data_path": ((None,), "leave it out, and measure a checkpoint on prompts: dloop generate --draft-model ..."),
     "report_to": (("none",), "the log is train.csv in --output-dir; use --report-to none"),
 }
@@ -53,9 +52,8 @@ class Published(Command):
     tp_size: int = option(1, "devices of the target", group=FORMER)
     embedding_key: str | None = option(None, "name of the target's embedding", group=FORMER)
     lm_head_key: str | None = option(None, "name of the target's head", group=FORMER)
-    loss_type: str | None = option(None, "dflash (the checkpoint decides), or dspark", group=FORMER)
+    loss_type: str | None = option(None, "dflash, dspark or domino: the drafter decides", group=FORMER)
     dpace_alpha: float = option(0.5, "of the loss type dpace", group=FORMER)
-    position_offset_max: int = option(0, "most positions that a sample is shifted by (DFlash)", group=FORMER)
     report_to: str = option("none", "tracker", group=FORMER)
 
 
@@ -91,7 +89,7 @@ def check_draft(command: Published) -> None:
     ):
         return
     from dloop import checkpoint  # torch only from here on
-    from dloop.drafters.config import read_dspark
+    from dloop.cli.training import read_config
     from dloop.load import DEMO
 
     path = command.draft_config_path
@@ -99,7 +97,7 @@ def check_draft(command: Published) -> None:
         name = command.draft_init_path or ""
         folder = DEMO if name == "demo" else checkpoint.resolve(name, None, "--draft-init-path")
         path = folder / "config.json"
-    config = read_dspark(checkpoint.read_json(path, "the draft config"), str(path))
+    config = read_config(path, "the draft config")
     found = {
         "block_size": config.block_size,
         "num_draft_layers": config.num_layers,

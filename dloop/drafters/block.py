@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.gap import new_gap_rows
 from dloop.drafters.memory import KeyValues, SlotMemory, join
+from dloop.drafters.proposal import Proposal, read_out
+from dloop.loop import Drafter
 from dloop.sampling import GREEDY, Draw
 from dloop.types import Features, Stage, StageRequest, Vocabulary
 
@@ -110,15 +112,6 @@ class Layer(nn.Module):
         return rows + self.mlp(self.post_attention_layernorm(rows))
 
 
-class Proposal(NamedTuple):
-    """The k tokens of one stage (or of many, batched in front), still on the device."""
-
-    tokens: Int[Tensor, "... k"]
-    logp: Float[Tensor, "... k"]  # of the token, float32
-    top_logp: Float[Tensor, "... k"]  # of the row's most likely token, float32
-    probs: Float[Tensor, "... k V"] | None  # the law the tokens were drawn from; None: nothing was drawn
-
-
 class BlockModel(nn.Module):
     """Weights of a block drafter under their published names; no memory. Families add heads and `propose`."""
 
@@ -162,11 +155,21 @@ class BlockModel(nn.Module):
         angles = (positions[..., None].to(wide) * frequencies).repeat(1, 1, 2)
         return Rotary(angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None])
 
+    def predicting(self, hidden: Float[Tensor, "... B D"]) -> Float[Tensor, "... k D"]:
+        """The rows that carry a label: with same-position labels row 0, the anchor's own, has none."""
+        return hidden[..., self.config.label_shift :, :]
+
     @abstractmethod
     def propose(
         self, hidden: Float[Tensor, "... B D"], anchor: Int[Tensor, "..."], vocabulary: Vocabulary, draw: Draw = GREEDY
     ) -> Proposal:
         """Turn one stage's final states into its tokens, left to right, without a device-to-host copy."""
+
+    @abstractmethod
+    def teacher_forced(
+        self, hidden: Float[Tensor, "... B D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary
+    ) -> tuple[Float[Tensor, "... k V"], Tensor | None]:
+        """(logits of whole stages whose previous tokens are known, what else the family's loss reads)."""
 
     def _layers(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]
@@ -196,7 +199,7 @@ class BlockDrafter:
     def taps(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
 
-    def open(self) -> "BlockMemory":
+    def open(self) -> Drafter:
         return BlockMemory(self)
 
 
@@ -267,18 +270,3 @@ class BlockMemory:
         first = state.memory.committed + rows[0].offset  # offsets are consecutive in every reading
         positions = torch.arange(first, first + len(rows), device=states.device)[None]
         state.memory.append(self.drafter.model.project(states, positions))
-
-
-def read_out(proposal: Proposal) -> Stage:
-    """Bring a stage to the host in one copy; float64 holds token ids and float32 values exactly."""
-    packed = torch.stack([proposal.tokens.double(), proposal.logp.double(), proposal.top_logp.double()])
-    tokens, logp, top_logp = packed.tolist()  # sync
-    count = len(tokens)
-    return Stage(
-        tokens=[int(token) for token in tokens],
-        parents=list(range(-1, count - 1)),
-        logp=logp,
-        spine=list(range(count)),
-        score=sum(top_logp),
-        probs=proposal.probs,
-    )

@@ -1,11 +1,11 @@
-"""Reading and writing the configuration files of block drafters in both published layouts.
+"""Reading and writing the configuration files of block drafters in their published layouts.
 
 Sources: DeepSpec's flat layout (Qwen3DSparkModel), SpecForge's nested layout (`dflash_config`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import ClassVar, Literal, cast
 
 from dloop.checkpoint import brief
 from dloop.drafters.gap import READINGS
@@ -28,6 +28,9 @@ LIMITS = {  # of whole numbers in a config, drafter's or target's: far beyond al
     "block_size": (1, 1024),
     "mask_token_id": (0, 2**24),
     "markov_rank": (0, 2**24),
+    "emb_dim": (1, 2**17),
+    "gru_hidden_dim": (1, 2**17),
+    "pure_draft_prefix_len": (0, 1024),
 }
 MAX_BASE = 1e15
 
@@ -37,6 +40,9 @@ DEEPSPEC_ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
     """What all block drafters share."""
+
+    family: ClassVar[str]
+    architecture: ClassVar[str]  # what SpecForge calls the family's model
 
     hidden_size: int
     intermediate_size: int
@@ -60,15 +66,33 @@ class BlockConfig:
     def stage_len(self) -> int:
         return self.block_size - self.label_shift
 
+    def method(self) -> dict[str, object]:
+        """What a nested config says about the family's own heads."""
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(BlockConfig):
-    """DSpark: a Markov head (rank 0: none) and an optional confidence head."""
+    """DSpark: a Markov head (rank 0: none, as DeepSpec's own "DFlash" files) and an optional confidence head."""
+
+    family: ClassVar[str] = "dspark"
+    architecture: ClassVar[str] = "DSparkDraftModel"
 
     markov_rank: int
     markov_head_type: MarkovHeadType
     confidence_head: bool
     confidence_with_markov: bool
+
+    def method(self) -> dict[str, object]:
+        return {
+            "projector_type": "dspark",
+            "attention_mode": "gqa",
+            "markov_rank": self.markov_rank,
+            "markov_head_type": self.markov_head_type,
+            "enable_confidence_head": self.confidence_head,
+            "confidence_head_with_markov": self.confidence_with_markov,
+            "confidence_head_alpha": 1.0,
+        }
 
 
 class Reader:
@@ -84,14 +108,14 @@ class Reader:
         return UserError(f"{self.source}: {message}")
 
     def find(self, key: str) -> object:
-        """Nested first, then top level: newer files nest what older ones keep flat."""
-        value = self.nested.get(key, self.raw.get(key))
-        if value is None:
-            raise self.fail(f"the config has no {key!r}; it is needed and never guessed: add it to config.json")
-        return value
+        """Nested first, then top level: newer files nest what older ones keep flat. null is as good as absent."""
+        for level in (self.nested, self.raw):
+            if level.get(key) is not None:
+                return level[key]
+        raise self.fail(f"the config has no {key!r}; it is needed and never guessed: add it to config.json")
 
     def has(self, key: str) -> bool:
-        return self.nested.get(key, self.raw.get(key)) is not None
+        return any(level.get(key) is not None for level in (self.nested, self.raw))
 
     def integer(self, key: str) -> int:
         low, high = LIMITS[key]
@@ -165,6 +189,8 @@ def read_block(reader: Reader, label_shift: int) -> dict[str, object]:
             f"layer_types={found} has layers other than 'full_attention', sliding ones say, which are not supported; "
             "use a drafter with full attention"
         )
+    if reader.integer("block_size") <= label_shift:
+        raise reader.fail(f"block_size={label_shift} leaves no row to draft with: row 0 is the anchor's; correct it")
     return {
         "hidden_size": reader.integer("hidden_size"),
         "intermediate_size": reader.integer("intermediate_size"),
@@ -182,6 +208,15 @@ def read_block(reader: Reader, label_shift: int) -> dict[str, object]:
         "num_target_layers": reader.integer("num_target_layers"),
         "gap_rows": read_gap_rows(reader),
     }
+
+
+def with_taps(reader: Reader) -> Reader:
+    """Files of z-lab's layout may leave the tapped layers to the published rule: evenly spread over 1..n-3."""
+    if reader.has("target_layer_ids"):
+        return reader
+    layers, targets = reader.integer("num_hidden_layers"), reader.integer("num_target_layers")
+    spread = [round(1 + i * (targets - 4) / (layers - 1)) for i in range(layers)] if layers > 1 else [targets // 2]
+    return Reader({**reader.raw, "target_layer_ids": spread}, reader.source)
 
 
 def read_gap_rows(reader: Reader) -> GapRows:
@@ -211,10 +246,10 @@ def read_dspark(raw: Json, source: str) -> DSparkConfig:
     )
 
 
-def write_dspark(config: DSparkConfig, dtype: str) -> dict[str, object]:
+def write_config(config: BlockConfig, dtype: str) -> dict[str, object]:
     """The SpecForge nested layout, with both spellings of the RoPE base and the gap rows the training used."""
     return {
-        "architectures": ["DSparkDraftModel"],
+        "architectures": [config.architecture],
         "model_type": "qwen3",
         "attention_bias": config.attention_bias,
         "attention_dropout": 0.0,
@@ -236,15 +271,9 @@ def write_dspark(config: DSparkConfig, dtype: str) -> dict[str, object]:
         "tie_word_embeddings": False,
         "vocab_size": config.vocab_size,
         "dflash_config": {
-            "projector_type": "dspark",
-            "attention_mode": "gqa",
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
-            "markov_rank": config.markov_rank,
-            "markov_head_type": config.markov_head_type,
-            "enable_confidence_head": config.confidence_head,
-            "confidence_head_with_markov": config.confidence_with_markov,
-            "confidence_head_alpha": 1.0,
+            **config.method(),
         },
         "dloop_config": {"gap_rows": config.gap_rows},
     }

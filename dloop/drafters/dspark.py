@@ -8,8 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dloop.drafters.block import BlockModel, Proposal
+from dloop.drafters.block import BlockModel
 from dloop.drafters.config import DSparkConfig
+from dloop.drafters.proposal import Proposal, measure, stacked
 from dloop.sampling import GREEDY, Draw, Drawn
 from dloop.types import Vocabulary
 
@@ -94,7 +95,7 @@ class DSpark(BlockModel):
                 logits[row] = logits[row] + head.markov_w2(features)
             drawn.append(draw(logits[row], row))
             previous = drawn[-1].token
-        return measure(torch.stack(logits, -2), drawn)
+        return measure(torch.stack(logits, -2), stacked(drawn))
 
     def teacher_forced(
         self, hidden: Float[Tensor, "... k D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary
@@ -107,16 +108,3 @@ class DSpark(BlockModel):
             logits = logits + self.markov_head.markov_w2(self.markov_head.bias_rows(hidden, embedded))
         confidence = None if self.confidence_head is None else self.confidence_head(hidden, embedded)
         return logits, confidence
-
-
-def measure(logits: Float[Tensor, "... k V"], drawn: list[Drawn]) -> Proposal:
-    """Float32 log-probabilities over the whole vocabulary, un-tempered, and the laws the tokens were drawn from."""
-    logp = logits.float().log_softmax(-1)
-    tokens = torch.stack([row.token for row in drawn], -1)
-    probs = [row.probs for row in drawn if row.probs is not None]
-    return Proposal(
-        tokens=tokens,
-        logp=logp.gather(-1, tokens[..., None])[..., 0],
-        top_logp=logp.max(-1).values,
-        probs=torch.stack(probs) if probs else None,
-    )

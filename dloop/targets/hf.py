@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from dloop.errors import UserError
+from dloop.loop import Target
+from dloop.targets.frozen import run_layers, runs_directly
 from dloop.types import Features, Rows, Seen, Vocabulary
 
 SUPPORTED = ("qwen3", "qwen2", "llama")
@@ -71,15 +73,37 @@ class HFTarget:
         head = cast(nn.Linear, self.model.get_output_embeddings()).weight
         return Vocabulary(embedding=cast(Tensor, embedding), head=head)
 
-    def open(self, taps: tuple[int, ...] = ()) -> "HFMemory":
+    @property
+    def engine(self) -> Literal["fast", "twin"]:
+        """What decodes: this adapter, or the fast path built on it."""
+        return "twin"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a row's logits never depend on the other rows of its forward."""
+        return False
+
+    def open(self, taps: tuple[int, ...] = ()) -> Target:
         """Fresh memory; the features hold the raw outputs of the decoder layers `taps`, in this order."""
         return HFMemory(self, taps)
 
     @torch.no_grad()
-    def features(self, tokens: Int[Tensor, "B T"], taps: tuple[int, ...]) -> "BatchFeatures":
-        """Features of whole right-padded sequences, for training: no memory, no gradient, no head."""
-        tapped, last = run_backbone(self, {"input_ids": tokens, "use_cache": False}, taps)
-        return BatchFeatures(taps=tapped, last=last)
+    def features(
+        self,
+        tokens: Int[Tensor, "B T"],
+        taps: tuple[int, ...],
+        *,
+        positions: Int[Tensor, "#B T"] | None = None,
+        last: bool = True,
+    ) -> "BatchFeatures":
+        """Features of whole right-padded sequences, for training: no memory, no gradient, no head.
+
+        `positions`: 0..T-1 by default. Without `last` the layers above the last tapped one are left out where they can.
+        """
+        if runs_directly(self.config):
+            return BatchFeatures(*run_layers(self.backbone, tokens, taps, positions=positions, last=last))
+        inputs: dict[str, object] = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+        return BatchFeatures(*run_backbone(self, inputs, taps))
 
 
 @dataclass(frozen=True)
@@ -87,7 +111,7 @@ class BatchFeatures:
     """Frozen target states of a training batch."""
 
     taps: Float[Tensor, "B T F"]
-    last: Float[Tensor, "B T D"]  # after the final norm
+    last: Float[Tensor, "B T D"]  # after the final norm; no columns where it was not asked for
 
 
 @dataclass
@@ -104,11 +128,7 @@ class HFMemory:
         self.caches[slot] = DynamicCache(config=self.target.config)
         self.committed[slot] = len(tokens)
         seen = self._forward(slot, tokens, list(range(len(tokens))), mask=None, keep=1)
-        if not bool(torch.isfinite(seen.logits).all()):  # sync
-            raise UserError(
-                f"{self.target.name} gives logits that are not finite for this prompt; its weights hold NaN or "
-                f"infinite values, or overflow in {self.target.dtype}: try another checkpoint or dtype float32"
-            )
+        check_logits(seen.logits, self.target)
         return seen
 
     @torch.no_grad()
@@ -168,6 +188,15 @@ class KeyValueLayer(Protocol):
 
     keys: Float[Tensor, "1 H n d"]
     values: Float[Tensor, "1 H n d"]
+
+
+def check_logits(logits: Float[Tensor, "r V"], target: HFTarget) -> None:
+    """Raises UserError unless all are finite."""
+    if not bool(torch.isfinite(logits).all()):  # sync
+        raise UserError(
+            f"{target.name} gives logits that are not finite for this prompt; its weights hold NaN or "
+            f"infinite values, or overflow in {target.dtype}: try another checkpoint or dtype float32"
+        )
 
 
 def is_chain(parents: list[int]) -> bool:

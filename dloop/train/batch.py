@@ -1,7 +1,7 @@
 """Training batches and where they come from: samples of tokens, and which of them are labels."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +24,21 @@ class TrainBatch:
     loss_mask: Bool[Tensor, "B T"]
     lengths: Int[Tensor, " B"]
     starts: Int[Tensor, " B"]  # where each sample stands in its data
+    offsets: Int[Tensor, " B"] | None = None  # RoPE position of each sample's first token, drawn a step; None: 0
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.tokens, self.loss_mask, self.lengths, self.starts
 
     def to(self, device: torch.device) -> "TrainBatch":
         return TrainBatch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors()))
+
+    def shifted(self, position_offset_max: int) -> "TrainBatch":
+        """The same samples at positions drawn afresh: each begins at one of 0..position_offset_max - length.
+
+        No host copy. Source: the published README's `--position-offset-max`.
+        """
+        room = position_offset_max - self.lengths + 1
+        return replace(self, offsets=(torch.rand(room.shape, device=room.device) * room).long())
 
 
 class Sample(NamedTuple):

@@ -1,19 +1,32 @@
-"""The training objective of block drafters: the host's own loss, and one loop stage in the deployed layout."""
+"""The training objectives of block drafters: the host's own loss, and one loop stage in the deployed layout."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dloop.drafters.block import BlockModel
+from dloop.drafters.dflash import DFlash
+from dloop.drafters.domino import Domino
 from dloop.drafters.dspark import DSpark
 from dloop.targets.hf import BatchFeatures
 from dloop.train.anchors import Anchors, sample_anchors
 from dloop.train.batch import TrainBatch
-from dloop.train.losses import DSparkSums, DSparkWeights, decay_weights, dspark_sums
+from dloop.train.losses import (
+    EPSILON,
+    DSparkWeights,
+    Sums,
+    cross_entropy,
+    decay_weights,
+    dspark_sums,
+    lambda_base,
+    weighted,
+)
 from dloop.train.packed import PackedStages
 from dloop.types import Vocabulary
 
@@ -22,8 +35,8 @@ class Loss(NamedTuple):
     """What one step minimises, and its parts; `loop` is None without a loop stage."""
 
     total: Float[Tensor, ""]
-    host: DSparkSums
-    loop: DSparkSums | None
+    host: Sums
+    loop: Sums | None
 
 
 class TotalWeights(NamedTuple):
@@ -34,10 +47,10 @@ class TotalWeights(NamedTuple):
 
 
 class StageRows(NamedTuple):
-    """One stage of n chains, k rows each."""
+    """One stage of n chains: B rows of which k predict a token each."""
 
-    hidden: Float[Tensor, "n k D"]
-    teacher: Float[Tensor, "n k D"]  # the target's own state at the row's position, after the final norm
+    hidden: Float[Tensor, "n B D"]
+    teacher: Float[Tensor, "n k D"] | None  # the target's state one position before each label, after the final norm
     previous: Int[Tensor, "n k"]
     labels: Int[Tensor, "n k"]
     weights: Float[Tensor, "n k"]
@@ -45,27 +58,42 @@ class StageRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
-    """What the loss is made of; the published defaults."""
+    """What the loss is made of; the published defaults. What only one family reads carries its name in the comment."""
 
     num_anchors: int = 512
     loss_decay_gamma: float | None = 4.0
-    dloop_loss_weight: float = 0.25
-    weights: DSparkWeights = DSparkWeights()
+    dloop_loss_weight: float = 0.25  # DSpark, Domino
+    position_offset_max: int = 0  # 0: every sample begins at position 0
+    weights: DSparkWeights = DSparkWeights()  # DSpark
+    lambda_base_start: float = 1.0  # Domino, host training
+    lambda_base_decay_ratio: float = 0.5  # Domino, host training
 
 
-class DSparkObjective(nn.Module):
+class BlockObjective(nn.Module):
     """Host loss plus one loop stage: the module to wrap, so that all stages of a step run inside one forward.
 
     loss = (1 - w) * host + w * loop with w = `dloop_loss_weight`; each side is normalised by its own weights, summed
-    over the parts of a step.
-    Source: the published README's training table; DeepSpec for the host loss.
+    over the parts of a step. Families say what a row's terms are and how they mix.
+    Source: the published README's training table.
     """
 
-    def __init__(self, model: DSpark, vocabulary: Vocabulary, settings: ObjectiveSettings) -> None:
+    terms: ClassVar[tuple[str, ...]]
+    prefix: ClassVar[bool] = False  # whether rows count only up to a stage's first token that is not a label
+    reads_teacher: ClassVar[bool] = False
+
+    def __init__(self, model: BlockModel, vocabulary: Vocabulary, settings: ObjectiveSettings) -> None:
         super().__init__()
         self.model = model
         self.vocabulary = vocabulary
         self.settings = settings
+
+    @abstractmethod
+    def row_sums(self, rows: StageRows) -> Sums:
+        """All work on the vocabulary, in one place: what a compiler should fuse."""
+
+    @abstractmethod
+    def mix(self) -> Sequence[float | Float[Tensor, ""]]:
+        """What each term counts."""
 
     def forward(
         self,
@@ -80,18 +108,33 @@ class DSparkObjective(nn.Module):
         `totals`: the weights of all parts of a step; the losses of its parts then add up. None: this batch is all.
         """
         anchors = self.draw(batch) if anchors is None else anchors
-        stages = PackedStages.begin(self.model, self.vocabulary, batch.tokens, features.taps, anchors)
-        host_weight, loop_weight = (None, None) if totals is None else totals
+        stages = PackedStages.begin(
+            self.model, self.vocabulary, batch.tokens, features.taps, anchors, offsets=batch.offsets
+        )
         host = self.stage_sums(stages.forward(), 0, stages, batch, features)
         if depth == 0:
-            return Loss(host.mean(self.settings.weights, host_weight), host, None)
+            return Loss(self.mean(host, None if totals is None else totals.host), host, None)
         for _ in range(depth - 1):
             stages.forward()  # middle stages only hand on hidden states
         loop = self.stage_sums(stages.forward(), depth, stages, batch, features)
+        return Loss(self.combine(host, loop, totals or TotalWeights(host.weight, loop.weight)), host, loop)
+
+    def combine(self, host: Sums, loop: Sums, totals: TotalWeights) -> Float[Tensor, ""]:
+        """Both sides of the loss as one number."""
         share = self.settings.dloop_loss_weight
-        weights = self.settings.weights
-        total = (1 - share) * host.mean(weights, host_weight) + share * loop.mean(weights, loop_weight)
-        return Loss(total, host, loop)
+        return (1 - share) * self.mean(host, totals.host) + share * self.mean(loop, totals.loop)
+
+    def mean(self, sums: Sums, weight: Float[Tensor, ""] | None = None) -> Float[Tensor, ""]:
+        """The mixed terms over these rows' own weight, or over `weight`: that of all parts of a step."""
+        return self.mixed(sums) / ((sums.weight if weight is None else weight) + EPSILON)
+
+    def mixed(self, sums: Sums) -> Float[Tensor, ""]:
+        """The weighted sum of the terms."""
+        parts = [share * term for share, term in zip(self.mix(), sums.terms.unbind(), strict=True)]
+        return torch.stack(parts).sum()
+
+    def begin_host_step(self, step: int, num_steps: int) -> None:
+        """Set what changes over the steps of a host training; loop training never calls it."""
 
     def draw(self, batch: TrainBatch) -> Anchors:
         """Fresh anchors for a batch."""
@@ -108,13 +151,13 @@ class DSparkObjective(nn.Module):
     def row_weights(self, stage_index: int, anchors: Anchors, batch: TrainBatch) -> Float[Tensor, "B A k"]:
         """How much each row of a stage counts."""
         _, labelled = self.labels(self.row_positions(stage_index, anchors) + 1, anchors, batch)
-        return decay_weights(labelled, self.settings.loss_decay_gamma, prefix=True)
+        return decay_weights(labelled, self.settings.loss_decay_gamma, prefix=self.prefix)
 
     def row_positions(self, stage_index: int, anchors: Anchors) -> Int[Tensor, "B A k"]:
-        """Where the rows of a stage stand."""
-        config = self.model.config
-        starts = anchors.positions + stage_index * config.stage_len
-        return starts[..., None] + torch.arange(config.block_size, device=starts.device)
+        """Where the token before each label of a stage stands."""
+        k = self.model.config.stage_len
+        starts = anchors.positions + stage_index * k
+        return starts[..., None] + torch.arange(k, device=starts.device)
 
     def stage_sums(
         self,
@@ -123,34 +166,19 @@ class DSparkObjective(nn.Module):
         stages: PackedStages,
         batch: TrainBatch,
         features: BatchFeatures,
-    ) -> DSparkSums:
-        """Row j of a stage that starts at s: previous token x_{s+j}, the teacher's law at s+j, label x_{s+j+1}."""
+    ) -> Sums:
+        """Label j of a stage that starts at s is x_{s+j+1}; previous token and teacher's law stand at s+j."""
         at = self.row_positions(stage_index, stages.anchors)
         labels, _ = self.labels(at + 1, stages.anchors, batch)
         previous, _ = self.labels(at, stages.anchors, batch)
-        width = batch.tokens.shape[1]
-        where = at.clamp(max=width - 1).flatten(1)[..., None].expand(-1, -1, features.last.shape[-1])
         rows = StageRows(
             hidden=hidden.flatten(0, 1),
-            teacher=features.last.gather(1, where).unflatten(1, at.shape[1:]).flatten(0, 1),
+            teacher=states_at(features.last, at).flatten(0, 1) if self.reads_teacher else None,
             previous=previous.flatten(0, 1),
             labels=labels.flatten(0, 1),
             weights=self.row_weights(stage_index, stages.anchors, batch).flatten(0, 1),
         )
         return self.row_sums(rows)
-
-    def row_sums(self, rows: StageRows) -> DSparkSums:
-        """All work on the vocabulary, in one place: what a compiler should fuse."""
-        logits, confidence = self.model.teacher_forced(rows.hidden, rows.previous, self.vocabulary)
-        with torch.no_grad():
-            teacher = F.linear(rows.teacher, self.vocabulary.head)
-        return dspark_sums(
-            logits.flatten(0, 1),
-            None if confidence is None else confidence.flatten(),
-            teacher.flatten(0, 1),
-            rows.labels.flatten(),
-            rows.weights.flatten(),
-        )
 
     def labels(
         self, positions: Int[Tensor, "B A k"], anchors: Anchors, batch: TrainBatch
@@ -161,3 +189,99 @@ class DSparkObjective(nn.Module):
         tokens = batch.tokens.gather(1, inside).view_as(positions)
         marked = batch.loss_mask.gather(1, inside).view_as(positions)
         return tokens, marked & (positions < width) & anchors.keep[..., None]
+
+
+class DSparkObjective(BlockObjective):
+    """Cross-entropy, distance to the teacher's law and the confidence head's error. Source: DeepSpec."""
+
+    terms = ("ce", "l1", "confidence")
+    prefix = True
+    reads_teacher = True
+
+    def row_sums(self, rows: StageRows) -> Sums:
+        logits, confidence = self.model.teacher_forced(rows.hidden, rows.previous, self.vocabulary)
+        assert rows.teacher is not None
+        with torch.no_grad():
+            teacher = F.linear(rows.teacher, self.vocabulary.head)
+        return dspark_sums(
+            logits.flatten(0, 1),
+            None if confidence is None else confidence.flatten(),
+            teacher.flatten(0, 1),
+            rows.labels.flatten(),
+            rows.weights.flatten(),
+        )
+
+    def mix(self) -> Sequence[float]:
+        weights = self.settings.weights
+        return weights.ce, weights.l1, weights.confidence
+
+
+class DFlashObjective(BlockObjective):
+    """Cross-entropy; host and loop rows share one mean. Sources: SpecForge; the published README for the mean."""
+
+    terms = ("ce",)
+
+    def row_sums(self, rows: StageRows) -> Sums:
+        logits, _ = self.model.teacher_forced(rows.hidden, rows.previous, self.vocabulary)
+        return weighted([cross_entropy(logits.flatten(0, 1), rows.labels.flatten())], rows.weights.flatten())
+
+    def mix(self) -> Sequence[float]:
+        return (1.0,)
+
+    def combine(self, host: Sums, loop: Sums, totals: TotalWeights) -> Float[Tensor, ""]:
+        return (self.mixed(host) + self.mixed(loop)) / (totals.host + totals.loop + EPSILON)
+
+
+class DominoObjective(BlockObjective):
+    """Cross-entropy of the corrected logits, in host training mixed with that of the backbone's own by a falling share
+    lambda. Source: SpecForge.
+    """
+
+    terms = ("ce", "base_ce")
+    lambda_base: Tensor
+
+    def __init__(self, model: BlockModel, vocabulary: Vocabulary, settings: ObjectiveSettings) -> None:
+        super().__init__(model, vocabulary, settings)
+        # on the device, so that captured steps see it; loop training never sets it
+        self.register_buffer("lambda_base", torch.zeros((), device=vocabulary.head.device), persistent=False)
+        self.learns_base = False  # a second gradient through the vocabulary, for nothing while lambda stays 0
+
+    def row_sums(self, rows: StageRows) -> Sums:
+        corrected, base = self.model.teacher_forced(rows.hidden, rows.previous, self.vocabulary)
+        assert base is not None
+        labels = rows.labels.flatten()
+        final_ce = cross_entropy(corrected.flatten(0, 1), labels)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns_base):
+            base_ce = cross_entropy(base.flatten(0, 1), labels)
+        return weighted([final_ce, base_ce], rows.weights.flatten())
+
+    def mix(self) -> Sequence[Float[Tensor, ""]]:
+        return 1 - self.lambda_base, self.lambda_base
+
+    def begin_host_step(self, step: int, num_steps: int) -> None:
+        start, ratio = self.settings.lambda_base_start, self.settings.lambda_base_decay_ratio
+        self.set_lambda(lambda_base(step, num_steps, start, ratio))
+
+    def set_lambda(self, value: float) -> None:
+        """The share of the uncorrected loss from here on."""
+        self.learns_base = value > 0
+        self.lambda_base.fill_(value)
+
+
+def states_at(states: Float[Tensor, "B T D"], positions: Int[Tensor, "B A k"]) -> Float[Tensor, "B A k D"]:
+    """The states at these positions; beyond the end the last one, whose row weighs nothing."""
+    where = positions.clamp(max=states.shape[1] - 1).flatten(1)[..., None].expand(-1, -1, states.shape[-1])
+    return states.gather(1, where).unflatten(1, positions.shape[1:])
+
+
+def objective_of(model: BlockModel, vocabulary: Vocabulary, settings: ObjectiveSettings) -> BlockObjective:
+    """The objective of a model's family."""
+    match model:
+        case DSpark():
+            return DSparkObjective(model, vocabulary, settings)
+        case Domino():
+            return DominoObjective(model, vocabulary, settings)
+        case DFlash():
+            return DFlashObjective(model, vocabulary, settings)
+        case _:
+            raise TypeError(f"{type(model).__name__} has no training objective")

@@ -1,4 +1,4 @@
-"""Target features of a whole data set, computed once at the start of a run and kept in device memory.
+"""Target features of a batch; or of a whole data set, computed once and kept in device memory.
 
 For a small target and many epochs the frozen target is most of a step; a cache made in the process is never stale.
 """
@@ -17,11 +17,22 @@ from dloop.train.batch import TokenFile, TrainBatch
 SHARE = 0.6  # of the free device memory; the rest is for the step
 
 
+def features_of(target: HFTarget, taps: tuple[int, ...], batch: TrainBatch, *, last: bool = True) -> BatchFeatures:
+    """The target's features of a batch, computed on the spot, at the positions its samples stand at.
+
+    `last`: whether the state after the final norm is needed too.
+    """
+    positions = None
+    if batch.offsets is not None:
+        positions = batch.offsets[:, None] + torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    return target.features(batch.tokens, taps, positions=positions, last=last)
+
+
 @dataclass(frozen=True)
 class CachedFeatures:
     """Call it like `HFTarget.features` with a batch of the data it was made from."""
 
-    rows: Float[Tensor, "n W"]  # taps and last state of every token, in the order of the token file
+    rows: Float[Tensor, "n W"]  # taps, and last state if asked for, of every token in the order of the token file
     tapped: int  # width of the taps
 
     def __call__(self, batch: TrainBatch) -> BatchFeatures:
@@ -31,10 +42,12 @@ class CachedFeatures:
         return BatchFeatures(taps=found[..., : self.tapped], last=found[..., self.tapped :])
 
 
-def cache_features(target: HFTarget, data: TokenFile, taps: tuple[int, ...], batch_size: int) -> CachedFeatures:
+def cache_features(
+    target: HFTarget, data: TokenFile, taps: tuple[int, ...], batch_size: int, *, last: bool = True
+) -> CachedFeatures:
     """Run the target once over all samples. Raises UserError if the features do not fit the device."""
     tapped = len(taps) * target.hidden_size
-    width = tapped + target.hidden_size
+    width = tapped + (target.hidden_size if last else 0)
     needed = len(data.flat) * width * target.dtype.itemsize
     free = torch.cuda.mem_get_info(target.device)[0] if target.device.type == "cuda" else needed / SHARE
     if needed > SHARE * free:
@@ -46,7 +59,7 @@ def cache_features(target: HFTarget, data: TokenFile, taps: tuple[int, ...], bat
     order = np.argsort(data.lens.sum(1), kind="stable")  # like lengths together: little padding
     for start in range(0, len(order), batch_size):
         batch = data.collate(order[start : start + batch_size]).to(target.device)
-        features = target.features(batch.tokens, taps)
+        features = target.features(batch.tokens, taps, last=last)
         real = torch.arange(batch.tokens.shape[1], device=target.device) < batch.lengths[:, None]
         where = (batch.starts[:, None] + torch.arange(batch.tokens.shape[1], device=target.device))[real]
         rows[where] = torch.cat([features.taps[real], features.last[real]], -1)

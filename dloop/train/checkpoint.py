@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dloop import checkpoint
-from dloop.drafters.config import write_dspark
-from dloop.drafters.dspark import DSpark
+from dloop.drafters.block import BlockModel
+from dloop.drafters.config import write_config
 from dloop.errors import UserError
 from dloop.train.optim import Optimizer
 
@@ -26,7 +26,7 @@ class Progress(NamedTuple):
     step: int  # optimiser steps done
 
 
-def save(output_dir: Path, progress: Progress, model: DSpark, optimizer: Optimizer, fingerprint: str) -> Path:
+def save(output_dir: Path, progress: Progress, model: BlockModel, optimizer: Optimizer, fingerprint: str) -> Path:
     """Write weights in bfloat16, float32 masters and optimiser state; the folder appears under its name when whole.
 
     Raises RuntimeError before anything is written if a value is not finite.
@@ -41,7 +41,7 @@ def save(output_dir: Path, progress: Progress, model: DSpark, optimizer: Optimiz
         )
     partial = output_dir / f".{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    checkpoint.write_checkpoint(partial, write_dspark(model.config, "bfloat16"), weights)
+    checkpoint.write_checkpoint(partial, write_config(model.config, "bfloat16"), weights)
     state = {
         "epoch": progress.epoch,
         "step": progress.step,
@@ -69,7 +69,7 @@ def steps_of(name: str) -> int:
     return int(match.group(2)) if match else -1
 
 
-def resume(folder: Path, model: DSpark, optimizer: Optimizer, fingerprint: str) -> Progress:
+def resume(folder: Path, model: BlockModel, optimizer: Optimizer, fingerprint: str) -> Progress:
     """Load masters and optimiser state into what was built with the same settings.
 
     Raises UserError if the state is damaged, not finite, or of other settings.

@@ -1,5 +1,6 @@
 """Losses as sums and weights, so that the parts of a step are normalised by one total weight."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,23 +12,31 @@ from torch.nn import functional as F
 EPSILON = 1e-6  # added to every denominator, as in the public implementation
 
 
-class DSparkSums(NamedTuple):
-    """Weighted sums over the rows of one stage. Source: DeepSpec's DSpark loss."""
+class Sums(NamedTuple):
+    """Weighted sums of a loss's terms over the rows of one stage, in the family's order, and what the rows weigh."""
 
-    ce: Float[Tensor, ""]
-    l1: Float[Tensor, ""]
-    confidence: Float[Tensor, ""]
+    terms: Float[Tensor, " t"]
     weight: Float[Tensor, ""]
 
-    def mean(self, weights: "DSparkWeights", weight: Float[Tensor, ""] | None = None) -> Float[Tensor, ""]:
-        """The mixed terms over these rows' own weight, or over `weight`: that of all parts of a step."""
-        total = weights.ce * self.ce + weights.l1 * self.l1 + weights.confidence * self.confidence
-        return total / ((self.weight if weight is None else weight) + EPSILON)
+
+def weighted(terms: Sequence[Float[Tensor, " n"]], weights: Float[Tensor, " n"]) -> Sums:
+    """Sum each term over the rows.
+
+    A row of weight 0 may hold anything, infinities of a padded position included: select, then weigh.
+    """
+    counted = torch.where(weights > 0, torch.stack(list(terms)), 0.0)
+    return Sums((weights * counted).sum(-1), weights.sum())
+
+
+def cross_entropy(logits: Float[Tensor, "n V"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Of each row, in float32."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(wide), labels, reduction="none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkWeights:
-    """How the three terms are mixed; the published values."""
+    """How DSpark's three terms are mixed; the published values."""
 
     ce: float = 0.1
     l1: float = 0.9
@@ -40,10 +49,11 @@ def dspark_sums(
     teacher: Float[Tensor, "n V"],
     labels: Int[Tensor, " n"],
     weights: Float[Tensor, " n"],
-) -> DSparkSums:
+) -> Sums:
     """Cross-entropy, L1 distance to the teacher's law, and the confidence head's error, in float32.
 
     The confidence target is the chance that a draw from the drafter is accepted: 1 - L1 / 2, without gradient.
+    Source: DeepSpec's DSpark loss.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     logp = logits.to(wide).log_softmax(-1)
@@ -55,10 +65,15 @@ def dspark_sums(
         if confidence is not None
         else torch.zeros_like(l1)
     )
-    # A row of weight 0 may hold anything, infinities of a padded position included: select, then weigh.
-    counted = weights > 0
-    ce, l1, error = (torch.where(counted, term, 0.0) for term in (ce, l1, error))
-    return DSparkSums((weights * ce).sum(), (weights * l1).sum(), (weights * error).sum(), weights.sum())
+    return weighted((ce, l1, error), weights)
+
+
+def lambda_base(step: int, num_steps: int, start: float, decay_ratio: float) -> float:
+    """The share of Domino's uncorrected loss at a 0-based step of a host training: a line from `start` to 0 that ends
+    after int(decay_ratio * num_steps) steps. Source: SpecForge.
+    """
+    done = min((step + 1) / max(1, int(num_steps * decay_ratio)), 1.0)
+    return min(max(start * (1 - done), 0.0), 1.0)
 
 
 def decay_weights(labelled: Bool[Tensor, "... k"], gamma: float | None, prefix: bool) -> Float[Tensor, "... k"]:

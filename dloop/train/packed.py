@@ -2,6 +2,8 @@
 
 Sequence of T tokens, A anchors, blocks of B rows. The rows of all anchors stand side by side; each sees the context
 features before its own anchor, its own chain's gap rows, and its own block, never anything of another anchor.
+Anchors go in groups, each over its own copy of the context: a row's own chain is a few keys, those of all anchors are
+more than the context, and all but a few of them would be computed for nothing.
 Source of the layout: z-lab/dflash and DeepSpec (first stage); the loop stages continue it.
 """
 
@@ -18,6 +20,8 @@ from dloop.drafters.memory import KeyValues, join
 from dloop.train.anchors import Anchors
 from dloop.types import Vocabulary
 
+GROUP = 16  # anchors that share their keys: as few as still make a matrix product of a group's rows
+
 
 @dataclass
 class PackedStages:
@@ -28,6 +32,7 @@ class PackedStages:
     tokens: Int[Tensor, "B T"]
     anchors: Anchors
     memory: list[KeyValues]
+    offsets: Int[Tensor, "B 1"]  # RoPE position of each sample's first token
     hidden: list[Float[Tensor, "B A R D"]] = field(default_factory=list[Tensor])
     num_gap_rows: int = 0  # a chain
 
@@ -39,17 +44,24 @@ class PackedStages:
         tokens: Int[Tensor, "B T"],
         taps: Float[Tensor, "B T F"],
         anchors: Anchors,
+        offsets: Int[Tensor, " B"] | None = None,
     ) -> "PackedStages":
-        """Project the context features of all positions, once for all anchors and stages."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        return cls(model, vocabulary, tokens, anchors, model.project(model.context(taps), positions))
+        """Project the context features of all positions, once for all anchors and stages.
+
+        `offsets`: the RoPE position of each sample's first token; None: 0.
+        """
+        first = torch.zeros_like(tokens[:, :1]) if offsets is None else offsets[:, None]
+        positions = first + torch.arange(tokens.shape[1], device=tokens.device)
+        groups = num_groups(anchors.positions.shape[1])
+        memory = [spread(layer, groups) for layer in model.project(model.context(taps), positions)]
+        return cls(model, vocabulary, tokens, anchors, memory, first)
 
     @property
     def block_size(self) -> int:
         return self.model.config.block_size
 
     def starts(self, stage_index: int) -> Int[Tensor, "B A"]:
-        """Position of the stage's own anchor: the last token of the stage before."""
+        """Where the stage's own anchor stands in the sample: the last token of the stage before."""
         return self.anchors.positions + stage_index * self.model.config.stage_len
 
     def forward(self) -> Float[Tensor, "B A R D"]:
@@ -59,20 +71,26 @@ class PackedStages:
             self._fill_gap(index)
         starts = self.starts(index)
         positions = (starts[..., None] + torch.arange(self.block_size, device=starts.device)).flatten(1)
-        hidden = self.model.stage(self._rows(starts), positions, self.memory, self.mask())
-        self.hidden.append(hidden.unflatten(1, (-1, self.block_size)))
+        rows, positions = self._grouped(self._rows(starts)), self._grouped(positions + self.offsets)
+        hidden = self.model.stage(rows, positions, self.memory, self.mask())
+        self.hidden.append(hidden.reshape(*starts.shape, self.block_size, -1))
         return self.hidden[-1]
 
-    def mask(self) -> Bool[Tensor, "B 1 R S"]:
-        """Which of [context ; gap rows ; block rows] each packed row sees; the dense form."""
-        batch, num_anchors = self.anchors.positions.shape
+    def _grouped(self, x: Tensor) -> Tensor:
+        """[B, rows of all anchors, ...] as [B x groups, rows of a group's anchors, ...]."""
+        return x.reshape(len(self.memory[0].keys), -1, *x.shape[2:])
+
+    def mask(self) -> Bool[Tensor, "b 1 R S"]:
+        """Which of [context ; gap rows ; block rows] each packed row of a group sees."""
+        anchors = self._grouped(self.anchors.positions)
+        batch, num_anchors = anchors.shape
         device = self.tokens.device
         chain = torch.arange(num_anchors, device=device)
         own_row = chain.repeat_interleave(self.block_size)
         own_gap = chain.repeat_interleave(self.num_gap_rows)
         if self.num_gap_rows:  # gap rows were appended stage after stage, each time for all anchors
             own_gap = torch.cat([chain.repeat_interleave(count) for count in self._gap_counts()])
-        before = torch.arange(self.tokens.shape[1], device=device) < self.anchors.positions[..., None]
+        before = torch.arange(self.tokens.shape[1], device=device) < anchors[..., None]
         context = before.repeat_interleave(self.block_size, dim=1)
         own = own_row[:, None] == torch.cat([own_gap, own_row])[None]
         return torch.cat([context, own.expand(batch, -1, -1)], -1)[:, None]
@@ -101,6 +119,16 @@ class PackedStages:
             rows[0].offset, rows[-1].offset + 1, device=states.device
         )  # consecutive in every reading
         positions = (self.anchors.positions[..., None] + offsets).flatten(1)
-        added = self.model.project(states.flatten(1, 2), positions)
+        added = self.model.project(self._grouped(states.flatten(1, 2)), self._grouped(positions + self.offsets))
         self.memory = [join(old, new) for old, new in zip(self.memory, added, strict=True)]
         self.num_gap_rows += len(rows)
+
+
+def num_groups(num_anchors: int) -> int:
+    """As many equal groups as there can be of GROUP anchors or more."""
+    return max((n for n in range(1, num_anchors // GROUP + 1) if num_anchors % n == 0), default=1)
+
+
+def spread(memory: KeyValues, groups: int) -> KeyValues:
+    """A copy of every sequence's keys and values for each of its groups."""
+    return KeyValues(*(x[:, None].expand(-1, groups, -1, -1, -1).flatten(0, 1) for x in memory))

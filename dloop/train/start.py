@@ -5,8 +5,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from dloop.drafters.config import DSparkConfig
+from dloop.drafters.block import BlockModel
+from dloop.drafters.config import BlockConfig
+from dloop.drafters.domino import Domino
 from dloop.drafters.dspark import DSpark
+from dloop.drafters.families import build
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
 
@@ -19,11 +22,11 @@ SMALL = 0.02  # standard deviation of what has no counterpart in the target
 
 
 @torch.no_grad()
-def from_target(config: DSparkConfig, target: HFTarget, layers: tuple[int, ...], seed: int) -> DSpark:
+def from_target(config: BlockConfig, target: HFTarget, layers: tuple[int, ...], seed: int) -> BlockModel:
     """A float32 drafter whose layers copy these layers of the target.
 
     `fc` passes on the last tapped layer and `hidden_norm` takes the last copied layer's input norm, so that this
-    layer starts with the target's own keys and values; the Markov bias starts at zero.
+    layer starts with the target's own keys and values; corrections of the logits start at zero.
     Raises UserError if a copied layer does not fit.
     """
     if not config.num_layers:
@@ -33,7 +36,7 @@ def from_target(config: DSparkConfig, target: HFTarget, layers: tuple[int, ...],
             f"init layers {list(layers)} must name {config.num_layers} layers of the target, 0..{target.num_layers - 1}"
         )
     torch.manual_seed(seed)
-    model = DSpark(config)
+    model = build(config)
     sources = cast(nn.ModuleList, target.backbone.layers)
     for layer, index in zip(model.layers, layers, strict=True):
         for name in COPIED:
@@ -43,10 +46,20 @@ def from_target(config: DSparkConfig, target: HFTarget, layers: tuple[int, ...],
     model.fc.weight[:, -hidden:] += torch.eye(hidden)
     model.hidden_norm.weight.copy_(cast(Tensor, sources[layers[-1]].get_submodule("input_layernorm").weight))
     model.norm.weight.copy_(cast(Tensor, cast(nn.Module, target.backbone.norm).weight))
-    if model.markov_head is not None:
-        model.markov_head.markov_w1.weight.normal_(std=0.1)
-        model.markov_head.markov_w2.weight.zero_()
+    silence(model)
     return model
+
+
+def silence(model: BlockModel) -> None:
+    """Let a fresh head add nothing to the backbone's logits."""
+    match model:
+        case DSpark(markov_head=head) if head is not None:
+            head.markov_w1.weight.normal_(std=0.1)
+            head.markov_w2.weight.zero_()
+        case Domino():
+            model.embed_proj[-1].get_parameter("weight").zero_()
+        case _:
+            pass
 
 
 def copy(source: nn.Module, target: nn.Module, name: str) -> None:

@@ -17,13 +17,16 @@ from dloop.errors import UserError
 from dloop.targets.hf import BatchFeatures
 from dloop.train.anchors import Anchors
 from dloop.train.batch import TokenFile, TrainBatch, batches
-from dloop.train.block import DSparkObjective, Loss, TotalWeights
+from dloop.train.block import BlockObjective, Loss, TotalWeights
 from dloop.train.checkpoint import Progress, save
 from dloop.train.interrupt import Interrupt
-from dloop.train.losses import DSparkSums
+from dloop.train.losses import Sums
 from dloop.train.optim import Optimizer, learning_rate
 
-COLUMNS = ("loss", "grad_norm", "host_ce", "host_l1", "host_confidence", "loop_ce", "loop_l1", "loop_confidence")
+
+def columns(objective: BlockObjective) -> tuple[str, ...]:
+    """What a step reports: the loss, the gradient's norm before clipping, the mean of every term of both sides."""
+    return ("loss", "grad_norm", *(f"{side}_{term}" for side in ("host", "loop") for term in objective.terms))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class TrainSettings:
 
 
 class Record(NamedTuple):
-    """One line of the log: means over the steps since the line before; `values` in the order of COLUMNS."""
+    """One line of the log: means over the steps since the line before; `values` in the order of `columns`."""
 
     step: int
     epoch: int
@@ -58,13 +61,13 @@ def depth_at(step: int, max_stage: int, seed: int) -> int:
 
 
 class Step:
-    """One training step on the device; returns COLUMNS without waiting for them.
+    """One training step on the device; returns `columns` without waiting for them.
 
     The parts of an accumulated step share their denominators: it is the step of one batch that holds them all.
     """
 
     def __init__(
-        self, objective: DSparkObjective, features: Callable[[TrainBatch], BatchFeatures], optimizer: Optimizer
+        self, objective: BlockObjective, features: Callable[[TrainBatch], BatchFeatures], optimizer: Optimizer
     ) -> None:
         self.objective = objective
         self.features = features
@@ -72,7 +75,9 @@ class Step:
 
     def __call__(self, parts: list[TrainBatch], depth: int) -> Float[Tensor, " c"]:
         self.optimizer.clear()
-        drawn = [(batch, self.objective.draw(batch)) for batch in parts]
+        reach = self.objective.settings.position_offset_max
+        placed = [batch.shifted(reach) for batch in parts] if reach else parts
+        drawn = [(batch, self.objective.draw(batch)) for batch in placed]
         totals = self.objective.total_weights(drawn, depth)
         losses: list[Loss] = []
         for batch, anchors in drawn:
@@ -134,13 +139,13 @@ def summary(losses: list[Loss]) -> Float[Tensor, " c"]:
     host = added([loss.host for loss in losses])
     loops = [loss.loop for loss in losses if loss.loop is not None]
     loop = added(loops) if loops else torch.zeros_like(host)
-    means = [sums[:3] / sums[3].clamp(min=1e-6) for sums in (host, loop)]
+    means = [sums[:-1] / sums[-1].clamp(min=1e-6) for sums in (host, loop)]
     return torch.cat([torch.stack([loss.total.detach() for loss in losses]).sum()[None], *means])
 
 
-def added(parts: list[DSparkSums]) -> Float[Tensor, " s"]:
-    """The sums of all parts: three terms and their weight."""
-    return torch.stack([torch.stack(sums) for sums in parts]).sum(0).detach()
+def added(parts: list[Sums]) -> Float[Tensor, " s"]:
+    """The sums of all parts: every term, then their weight."""
+    return torch.stack([torch.cat([sums.terms, sums.weight[None]]) for sums in parts]).sum(0).detach()
 
 
 def train(
@@ -158,7 +163,7 @@ def train(
     check(settings)
     optimizer, model = step_once.optimizer, step_once.objective.model
     stream = parts_of_steps(data, settings, done)
-    log = Log(output_dir / "train.csv", done)
+    log = Log(output_dir / "train.csv", columns(step_once.objective), done)
     saved = step = done
     interrupt = Interrupt()
 
@@ -199,8 +204,10 @@ def rate_at(step: int, settings: TrainSettings) -> float:
 def advance(
     step_once: Step | GraphedStep, stream: Iterator[TrainBatch], settings: TrainSettings, step: int
 ) -> Float[Tensor, " c"]:
-    """Take one step with the next batches; COLUMNS."""
+    """Take one step with the next batches; `columns`."""
     step_once.optimizer.set_rate(rate_at(step, settings))
+    if not settings.dloop_max_stage:
+        step_once.objective.begin_host_step(step, settings.num_steps)
     seed_step(settings.seed, step)
     chosen = [next(stream).to(step_once.optimizer.rate.device) for _ in range(settings.accumulation_steps)]
     return step_once(chosen, depth_at(step, settings.dloop_max_stage, settings.seed))
@@ -236,12 +243,12 @@ def check(settings: TrainSettings) -> None:
 class Log:
     """Collects steps on the device; writes a CSV line and reads the numbers back once a line."""
 
-    def __init__(self, path: Path, done: int) -> None:
+    def __init__(self, path: Path, names: tuple[str, ...], done: int) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if not done or not path.exists():
             with path.open("w", newline="") as file:
-                csv.writer(file).writerow(("step", "epoch", "rate", "step_ms", *COLUMNS))
+                csv.writer(file).writerow(("step", "epoch", "rate", "step_ms", *names))
         self.pending: list[Tensor] = []
         self.started = time.perf_counter()
 

@@ -19,12 +19,11 @@ from dloop.drafters.gap import READINGS, gap_rows
 from dloop.targets.hf import HFTarget
 from dloop.train.anchors import Anchors
 from dloop.train.batch import TrainBatch
-from dloop.train.block import DSparkObjective, Loss, ObjectiveSettings
-from dloop.train.losses import decay_weights
+from dloop.train.block import BlockObjective, Loss, ObjectiveSettings, objective_of
 from dloop.train.packed import PackedStages
 from dloop.types import Round, StageRequest
 
-FAMILIES = ("dspark",)
+FAMILIES = ("dflash", "dspark", "domino")
 HIDDEN_TOLERANCE = 1e-5  # states and features; the README's
 CHAINED_TOLERANCE = 3e-5  # from the third stage on: errors of two stages feed the next
 LOGITS_TOLERANCE = 2e-5
@@ -50,6 +49,9 @@ class Golden:
     def tensor(self, *names: str) -> Tensor:
         return self.tensors[".".join((self.family, *names))]
 
+    def has(self, *names: str) -> bool:
+        return ".".join((self.family, *names)) in self.tensors
+
     @property
     def stages(self) -> range:
         return range(1, self.case["stages"] + 1)
@@ -72,7 +74,9 @@ def golden(request, goldens) -> Golden:
         expected=json.loads((folder / "expected.json").read_text())[request.param],
         tensors=load_file(folder / "expected.safetensors"),
         checkpoints=checkpoints,
-        target=dloop.load_target(str(checkpoints / "target"), dtype="float32"),
+        target=dloop.load_target(
+            str(checkpoints / "target"), dtype="float32", engine="twin"
+        ),  # its functions are listened to
     )
 
 
@@ -141,14 +145,24 @@ def check_stages(golden: Golden, drafter: BlockDrafter, reading: str, number: in
         assert found.logp == pytest.approx(expected("logprobs").tolist(), abs=SCORE_TOLERANCE), where
         for score in (expected("score_float32"), expected("score_float64"), torch.tensor([short["scores"][stage - 1]])):
             assert found.score == pytest.approx(score.item(), abs=SCORE_TOLERANCE), where
-        previous = [anchor, *found.tokens[:-1]]
-        assert previous == expected("prev_token_ids").tolist(), where
-        logits = drafter.model.teacher_forced(hidden, torch.tensor(previous), drafter.vocabulary)[0]
+        previous = torch.tensor([anchor, *found.tokens[:-1]])
+        logits = drafter.model.teacher_forced(hidden, previous, drafter.vocabulary)[0]
         assert_close(logits, expected("logits"), LOGITS_TOLERANCE if stage < 3 else 2 * CHAINED_TOLERANCE, where)
+        check_head(golden, drafter, (reading, f"anchor{number}", f"stage{stage}"), previous)
         anchor = found.tokens[-1]
         leading += found.tokens
     right = [a == b for a, b in zip(leading, golden.expected["anchors"][number]["target_continuation"], strict=True)]
     assert [*right, False].index(False) == short["leading_correct"]
+
+
+def check_head(golden: Golden, drafter: BlockDrafter, where: tuple[str, ...], previous: Tensor) -> None:
+    """What the family's head read, where it has one: it restarts in every stage."""
+    for name, found in (
+        ("prev_token_ids", lambda: previous),
+        ("gru_states", lambda: drafter.model.states(previous, drafter.vocabulary)),
+    ):
+        if golden.has(*where, name):
+            assert_close(found(), golden.tensor(*where, name), HIDDEN_TOLERANCE, f"{name} of {where}")
 
 
 @pytest.mark.parametrize("reading", READINGS)
@@ -246,18 +260,32 @@ def test_gate_one_is_the_host_as_released(golden):
             assert rounds == proposed[: len(rounds)] and len(proposed) - len(rounds) in (0, 1)
 
 
-OBJECTIVES = {"dspark": DSparkObjective}
+def test_every_head_s_tensors_are_there_to_compare(golden):
+    """The checks above look at what there is: a family with a head must have something."""
+    heads = {"dspark": ["prev_token_ids"], "domino": ["prev_token_ids", "gru_states"], "dflash": []}[golden.family]
+    for name in heads:
+        assert golden.has(READINGS[0], "anchor0", "stage1", name)
 
 
-def chain_of(golden: Golden, drafter: BlockDrafter, depth: int) -> tuple[TrainBatch, Anchors, list[Tensor]]:
-    """The case's training row with its anchors, and the packed states of stages 0..depth."""
+def objective_for(golden: Golden, drafter: BlockDrafter) -> BlockObjective:
+    settings = ObjectiveSettings(loss_decay_gamma=golden.spec["loss_decay_gamma"])
+    return objective_of(drafter.model, drafter.vocabulary, settings)
+
+
+def training_row(golden: Golden) -> tuple[TrainBatch, Anchors]:
+    """The case's training row with its anchors."""
     tokens = golden.tensor("training", "input_ids")[None]
     mask = golden.tensor("training", "loss_mask")[None].bool()
     starts = golden.tensor("training", "anchor_positions")[None]
     batch = TrainBatch(tokens, mask, torch.tensor([tokens.shape[1]]), torch.zeros(1, dtype=torch.int64))
-    anchors = Anchors(starts, torch.ones_like(starts, dtype=torch.bool))
-    taps = golden.target.features(tokens, drafter.taps).taps
-    stages = PackedStages.begin(drafter.model, drafter.vocabulary, tokens, taps, anchors)
+    return batch, Anchors(starts, torch.ones_like(starts, dtype=torch.bool))
+
+
+def chain_of(golden: Golden, drafter: BlockDrafter, depth: int) -> tuple[TrainBatch, Anchors, list[Tensor]]:
+    """The case's training row, and the packed states of stages 0..depth."""
+    batch, anchors = training_row(golden)
+    taps = golden.target.features(batch.tokens, drafter.taps).taps
+    stages = PackedStages.begin(drafter.model, drafter.vocabulary, batch.tokens, taps, anchors)
     return batch, anchors, [stages.forward() for _ in range(depth + 1)]
 
 
@@ -265,7 +293,7 @@ def chain_of(golden: Golden, drafter: BlockDrafter, depth: int) -> tuple[TrainBa
 def test_packed_training_stages(golden, reading):
     drafter = golden.drafter(reading)
     k, shift = drafter.config.stage_len, drafter.config.label_shift
-    objective = OBJECTIVES[golden.family](drafter.model, drafter.vocabulary, ObjectiveSettings())
+    objective = objective_for(golden, drafter)
     for depth in golden.expected["training"]["depths"]:
         batch, anchors, hidden = chain_of(golden, drafter, depth)
         where = f"{reading} depth {depth}"
@@ -282,23 +310,33 @@ def test_packed_training_stages(golden, reading):
         expected = golden.tensor("training", reading, f"k{depth}", "gap_rows")
         assert_close(rows[valid], expected[valid], CHAINED_TOLERANCE, f"{where} gap rows")
         assert_close(hidden[depth][0][valid], stored["hidden"][valid], CHAINED_TOLERANCE, f"{where} hidden")
-        at = starts[None, :, None] + torch.arange(k)
-        previous, _ = objective.labels(at, anchors, batch)
-        logits, _ = drafter.model.teacher_forced(hidden[depth], previous, drafter.vocabulary)
-        known = at[0] < batch.tokens.shape[1]  # beyond the text there is no token before
-        assert_close(logits[0][known], stored["logits"][known], 2 * LOGITS_TOLERANCE, f"{where} logits")
-        _, labelled = objective.labels(at + 1, anchors, batch)
-        weights = decay_weights(labelled, golden.spec["loss_decay_gamma"], prefix=True)
-        assert_close(weights[0], stored["weights"], 1e-6, f"{where} weights")
+        check_rows(golden, objective, hidden[0], 0, ("host_logits", "host_weights"))
+        names = (f"{reading}.k{depth}.logits", f"{reading}.k{depth}.weights")
+        check_rows(golden, objective, hidden[depth], depth, names)
 
 
-def loss_of(golden: Golden, drafter: BlockDrafter, depth: int) -> tuple[Loss, dict[str, float]]:
+def check_rows(
+    golden: Golden, objective: BlockObjective, hidden: Tensor, stage_index: int, names: tuple[str, str]
+) -> None:
+    """Teacher-forced logits and weights of one stage of the case's training row."""
+    batch, anchors = training_row(golden)
+    at = objective.row_positions(stage_index, anchors)
+    previous, _ = objective.labels(at, anchors, batch)
+    logits, _ = objective.model.teacher_forced(hidden, previous, objective.vocabulary)
+    logits_of, weights_of = (golden.tensor("training", name) for name in names)
+    width = batch.tokens.shape[1]
+    known = at[0] < width  # beyond the text there is no token before
+    assert_close(logits[0][known], logits_of[known], 2 * LOGITS_TOLERANCE, names[0])
+    weights = objective.row_weights(stage_index, anchors, batch)
+    assert_close(weights[0], weights_of, 1e-6, names[1])
+
+
+def loss_of(golden: Golden, objective: BlockObjective, depth: int) -> tuple[Loss, dict[str, float]]:
     """The mixed loss of one loop depth and its gradient norms."""
-    model = drafter.model.requires_grad_(True)
-    settings = ObjectiveSettings(loss_decay_gamma=golden.spec["loss_decay_gamma"])
-    batch, anchors, _ = chain_of(golden, drafter, 0)
-    features = golden.target.features(batch.tokens, drafter.taps)
-    loss = OBJECTIVES[golden.family](model, drafter.vocabulary, settings)(batch, features, depth, anchors)
+    model = objective.model.requires_grad_(True)
+    batch, anchors = training_row(golden)
+    features = golden.target.features(batch.tokens, model.config.target_layer_ids)
+    loss = objective(batch, features, depth, anchors)
     model.zero_grad()
     loss.total.backward()
     return loss, {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
@@ -306,17 +344,18 @@ def loss_of(golden: Golden, drafter: BlockDrafter, depth: int) -> tuple[Loss, di
 
 @pytest.mark.parametrize("reading", READINGS)
 def test_training_losses_and_gradients(golden, reading):
-    weights = ObjectiveSettings().weights
     for name, expected in golden.expected["training"]["readings"].get(reading, {}).items():
-        loss, norms = loss_of(golden, golden.drafter(reading), int(name.removeprefix("k")))
+        objective = objective_for(golden, golden.drafter(reading))
+        loss, norms = loss_of(golden, objective, int(name.removeprefix("k")))
         where = f"{reading} {name}"
         assert loss.total.item() == pytest.approx(expected["loss"], abs=1e-5), where
-        assert loss.host.mean(weights).item() == pytest.approx(expected["host_loss"], abs=1e-5), where
-        assert loss.loop.mean(weights).item() == pytest.approx(expected["loop_loss"], abs=2e-5), where
-        assert loss.loop.weight.item() == pytest.approx(expected["loop_denominator"], rel=1e-5), where
-        for term in ("ce", "l1", "confidence"):
-            recorded = sum(anchor["numerators"][term] for anchor in expected["loop_per_anchor"])
-            assert getattr(loss.loop, term).item() == pytest.approx(recorded, rel=1e-4), f"{where} {term}"
+        assert objective.mean(loss.host).item() == pytest.approx(expected["host_loss"], abs=1e-5), where
+        assert objective.mean(loss.loop).item() == pytest.approx(expected["loop_loss"], abs=2e-5), where
+        for side, sums in (("host", loss.host), ("loop", loss.loop)):
+            assert sums.weight.item() == pytest.approx(expected[f"{side}_denominator"], rel=1e-5), where
+            anchors = [anchor["numerators"] for anchor in expected[f"{side}_per_anchor"]]
+            recorded = {term: sum(anchor[term] for anchor in anchors) for term in anchors[0]}
+            assert dict(zip(objective.terms, sums.terms.tolist(), strict=True)) == pytest.approx(recorded, rel=1e-4)
         found = {parameter: norms[parameter] for parameter in expected["grad_norms"]}
         assert found == pytest.approx(expected["grad_norms"], rel=1e-4), where
         detached = expected["grad_norms_if_gap_rows_were_detached"]

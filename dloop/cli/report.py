@@ -1,0 +1,40 @@
+"""`dloop report`: its flags, without torch, and the order of its work; the work is in `dloop.bench`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dloop.cli.args import Common, option
+from dloop.errors import UserError
+
+OUTPUT = "output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Common):
+    """Tell what `dloop bench` measured: a table a target, a row a set and setting, means over sets, 95 % intervals.
+
+    Settings are named by gate and drafter: baseline; host and loop (gate closed, open) for a drafter as released;
+    trained and dloop for one trained with a loop stage; tree, tree_loop, ... with a tree. --name names what the records
+    do not tell. Speed-ups are given only against a baseline of the same machine, dtype, samples and length.
+    """
+
+    results: list[str] = option([], "folders that dloop bench wrote, at any level; default: results", group="data")
+    name: list[str] = option(
+        [], "FOLDER=SETTING for the runs at or below a folder; * stands for any part of one name", group="data"
+    )
+    compare: list[str] = option([], "two settings A B: B against A on the same prompts, paired", group="data")
+    gain: Path | None = option(None, "write the published list (gain-NAME.json) here", group=OUTPUT)
+    markdown: Path | None = option(None, "write the tables as a page here", group=OUTPUT)
+    plot: Path | None = option(None, "draw the speed-ups here: .png, .svg or .pdf", group=OUTPUT)
+
+
+def run(command: Command) -> int | None:
+    if command.compare and len(command.compare) != 2:
+        raise UserError(f"--compare takes two settings, not {' '.join(command.compare)}")
+    for path in filter(None, (command.gain, command.markdown, command.plot)):
+        if path.is_dir() or not path.parent.is_dir():
+            what = "it is a folder" if path.is_dir() else f"{path.parent} is no folder; make it first"
+            raise UserError(f"{path} cannot be written: {what}")
+    from dloop.bench.reporting import report  # NumPy and torch only from here on
+
+    return report(command)

@@ -1,0 +1,112 @@
+"""What `dloop train` refuses before and after it has seen the models: one line, the value and the way out."""
+
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from dloop.cli.train import Command
+from dloop.drafters.config import BlockConfig
+from dloop.errors import UserError
+from dloop.targets.hf import HFTarget
+
+MOST_ANCHORS = 100_000
+RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (  # written so that NaN breaks every one
+    ("max_length", lambda value: value >= 2, "at least 2"),
+    ("num_epochs", lambda value: value >= 1, "at least 1"),
+    ("learning_rate", lambda value: 0 < value < math.inf, "above 0 and finite"),
+    ("warmup_ratio", lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    ("max_grad_norm", lambda value: value > 0, "above 0 (inf clips nothing)"),
+    ("seed", lambda value: 0 <= value < 2**31, "at least 0 and below 2^31"),
+    ("num_anchors", lambda value: 1 <= value <= MOST_ANCHORS, f"at least 1 and at most {MOST_ANCHORS}"),
+    ("loss_decay_gamma", lambda value: value > 0, "above 0 (inf weighs all rows alike)"),
+    ("dspark_ce_loss_alpha", lambda value: 0 <= value < math.inf, "at least 0 and finite"),
+    ("dspark_l1_loss_alpha", lambda value: 0 <= value < math.inf, "at least 0 and finite"),
+    ("dspark_confidence_head_alpha", lambda value: 0 <= value < math.inf, "at least 0 and finite"),
+    ("lambda_base_start", lambda value: 0 <= value <= 1, "a share from 0 to 1"),
+    ("lambda_base_decay_ratio", lambda value: 0 <= value < math.inf, "at least 0 and finite"),
+    ("position_offset_max", lambda value: 0 <= value < 2**31, "at least 0 (0 leaves positions alone)"),
+    ("dloop_max_stage", lambda value: value >= 0, "at least 0 (0 trains the host alone)"),
+    ("dloop_loss_weight", lambda value: 0 <= value <= 1, "a weight from 0 to 1"),
+)
+FAMILIES_OF: dict[str, tuple[str, ...]] = {  # flags that some objectives have no use for
+    "dspark_ce_loss_alpha": ("dspark",),
+    "dspark_l1_loss_alpha": ("dspark",),
+    "dspark_confidence_head_alpha": ("dspark",),
+    "dloop_loss_weight": ("dspark", "domino"),
+    "lambda_base_start": ("domino",),
+    "lambda_base_decay_ratio": ("domino",),
+}
+
+
+def refuse_unsupported(command: Command) -> None:
+    """Flags that cannot be honoured here are refused by name, before anything is loaded."""
+    processes = os.environ.get("WORLD_SIZE") or "1"
+    if processes != "1":
+        raise UserError(
+            f"WORLD_SIZE={processes}: training runs as one process so far; start it with --nnodes 1 --nproc_per_node 1 "
+            f"or without torchrun (--accumulation-steps {processes} keeps the batch of a step)"
+        )
+    if command.target_model_backend == "sglang":
+        raise UserError("--target-model-backend sglang is not offered; hf runs the target inside the trainer")
+    if (command.draft_init_path is None) == (command.draft_config_path is None):
+        raise UserError("give either --draft-init-path (a drafter to start from) or --draft-config-path (a new one)")
+    if command.init_layers is not None and command.draft_init_path is not None:
+        raise UserError(
+            f"--init-layers {','.join(map(str, command.init_layers))} has no use with --draft-init-path, which brings "
+            "its own layers; leave one of them out"
+        )
+    if command.position_offset_max and command.cache_features:
+        raise UserError(
+            f"--position-offset-max {command.position_offset_max} moves samples each step, and --cache-features keeps "
+            "what the target says at one place; leave one of them out"
+        )
+    if command.cuda_graphs and command.accumulation_steps > 1:
+        raise UserError("--cuda-graphs needs --accumulation-steps 1; leave one of them out")
+
+
+def refuse_numbers(command: Command) -> None:
+    """Raises UserError at a number no run can use, NaN included."""
+    for name, holds, words in RULES:
+        value = getattr(command, name)
+        if not holds(value):
+            raise UserError(f"--{name.replace('_', '-')} {value} must be {words}")
+    if command.num_anchors > command.max_length:
+        raise UserError(
+            f"--num-anchors {command.num_anchors} is more than --max-length {command.max_length}, and a token is one "
+            "anchor at most; give as many anchors as tokens or fewer"
+        )
+
+
+def make_writable(folder: Path) -> None:
+    """Make the output folder. Raises UserError if it cannot be made or written to: now, not after the first steps."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--output-dir {folder} cannot be written to ({error.strerror}); choose another folder"
+        ) from error
+
+
+def refuse_for_family(command: Command, config: BlockConfig, target: HFTarget) -> None:
+    """Raises UserError at a flag that the drafter's objective does not read, or positions that are not there."""
+    for name, families in FAMILIES_OF.items():
+        value = getattr(command, name)
+        given = value != getattr(Command, name)
+        flag = f"--{name.replace('_', '-')} {value}"
+        if given and config.family not in families:
+            raise UserError(f"{flag} is for {' and '.join(families)}, this drafter is {config.family}; leave it out")
+        if given and name.startswith("lambda_") and command.dloop_max_stage:
+            raise UserError(
+                f"{flag} is for training the host alone; with --dloop-max-stage {command.dloop_max_stage} the share "
+                "is 0: leave it out, or give --dloop-max-stage 0"
+            )
+    positions = min(target.context, config.max_positions)
+    if command.position_offset_max > positions:
+        raise UserError(
+            f"--position-offset-max {command.position_offset_max} is beyond the {positions} positions that target and "
+            "drafter are made for; give that many or fewer"
+        )

@@ -1,0 +1,264 @@
+"""Block drafters on the fast path: a whole stage, heads included, in one forward over flat rows of many sequences."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from dloop.drafters.block import BlockDrafter
+from dloop.drafters.gap import new_gap_rows
+from dloop.drafters.proposal import read_out, to_stage
+from dloop.fast.graphs import Graphs
+from dloop.fast.ops import Ops, kernel_ops, supports
+from dloop.fast.plain import PlainOps
+from dloop.fast.rows import BlockRows, Layout, RowBatch, Run, blank, bucket_of, pack_block
+from dloop.fast.stack import Memory, run_stack
+from dloop.fast.target import START_CONTEXT, columns_of
+from dloop.fast.weights import Stack, drafter_stack
+from dloop.kernels.shapes import HeadWeights
+from dloop.sampling import Draw
+from dloop.types import Features, Stage, StageRequest
+
+T = TypeVar("T")
+
+START_STAGES = 16  # stages of a round whose states are kept before the buffer first grows
+MOST_GRAPHED = 512  # context rows of one `extend` that goes through a graph; a prompt does not
+
+
+@dataclass(frozen=True)
+class FastBlockDrafter(BlockDrafter):
+    """A loaded block drafter on the fast path. The twin's weights become views of the fused ones."""
+
+    memories: "list[FastBlockMemory]" = field(default_factory=list["FastBlockMemory"], compare=False, repr=False)
+
+    @classmethod
+    def of(cls, twin: BlockDrafter) -> "FastBlockDrafter":
+        """The same drafter on the fast path. Raises UserError for what it does not compute."""
+        fast = cls(name=twin.name, family=twin.family, model=twin.model, vocabulary=twin.vocabulary, folder=twin.folder)
+        _ = fast.stack
+        return fast
+
+    @cached_property
+    def stack(self) -> Stack:
+        """Fused weights."""
+        return drafter_stack(self.model, self.name)
+
+    def open(self, slots: int = 1, context: int = START_CONTEXT) -> "DrafterSession":
+        """Memory for one session; stores and graphs of ended sessions are taken over."""
+        for memory in self.memories:
+            if memory.is_free:
+                break
+        else:
+            memory = FastBlockMemory(self, slots, min(context, self.config.max_positions))
+            self.memories.append(memory)
+        session = DrafterSession(memory)
+        memory.user = weakref.ref(session)
+        return session
+
+
+class Staged(NamedTuple):
+    """What a stage's forward leaves: final states, and all sequences' packed proposals (None: drawn later)."""
+
+    hidden: Float[Tensor, "R D"]
+    packed: Float64[Tensor, "S 3 k"] | None
+
+
+class FastBlockMemory:
+    """A static store, the final states of the stages drafted since the last verification, and the graphs over both."""
+
+    def __init__(self, drafter: FastBlockDrafter, slots: int, context: int) -> None:
+        self.drafter = drafter
+        self.store = Memory.empty(drafter.stack, slots, context)
+        device, dtype = drafter.vocabulary.embedding.device, drafter.vocabulary.embedding.dtype
+        self.kernels = supports(dtype, device, drafter.stack.heads.dim)
+        self.graphs = Graphs(device, enabled=self.kernels)
+        self.features = drafter.stack.gain.new_zeros(MOST_GRAPHED, drafter.model.fc.weight.shape[1])
+        config = drafter.config  # one slot more takes the rows that nobody reads
+        self.states = self.features.new_zeros(slots + 1, START_STAGES, config.block_size, config.hidden_size)
+        self.user: weakref.ref[DrafterSession] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.user is None or self.user() is None
+
+    def make_room(self, slot: int, rows: int, stages: int = 1) -> None:
+        """Let the store hold this many rows of this slot, and the states of this many stages."""
+        moved = self.store.make_room(slot, rows)
+        had_slots, had_stages, size, width = self.states.shape
+        if self.store.slots >= had_slots or stages > had_stages:
+            old, count = self.states, max(stages, had_stages)
+            self.states = old.new_zeros(self.store.slots + 1, count, size, width)
+            self.states[:had_slots, :had_stages] = old
+            moved = True
+        if moved:
+            self.graphs.clear()
+
+    def state_row(self, slot: int, stage: int, row: int) -> int:
+        """Where a stage's row is kept, counted over all slots."""
+        _, stages, size, _ = self.states.shape
+        return (slot * stages + stage) * size + row
+
+    def extend(self, run: Run, position: int, taps: Float[Tensor, "n F"]) -> None:
+        """Store the context rows of verified positions."""
+        self.make_room(run.slot, run.base + run.count)
+        positions = list(range(position, position + run.count))
+        rows = BlockRows(token=[0] * run.count, position=positions, state=[-1] * run.count)
+        graphed = self.kernels and run.count <= MOST_GRAPHED
+        if graphed:
+            self.features[: run.count].copy_(taps)
+        source = self.features if graphed else taps
+
+        def forward(ops: Ops, batch: RowBatch) -> None:
+            states = source[: len(batch.token)]
+            fc = ops.linear(states, self.drafter.model.fc.weight)
+            blank_rows = torch.zeros(len(states), fc.shape[-1], dtype=states.dtype, device=states.device)
+            gain = self.drafter.model.hidden_norm.weight
+            self._project(ops, ops.add_norm(blank_rows, fc, gain, self.drafter.stack.eps), batch)
+
+        self._run("extend", rows, [run], forward, graphed=graphed)
+
+    def fill_gaps(self, rows: BlockRows, runs: list[Run]) -> None:
+        """Store kept final states as context of positions nobody has verified yet."""
+
+        def forward(ops: Ops, batch: RowBatch) -> None:
+            self._project(ops, self._states[self._kept(batch)], batch)
+
+        self._run("gap", rows, runs, forward)
+
+    def stage(self, rows: BlockRows, runs: list[Run], greedy: bool) -> Staged:
+        """Draft one stage for each run; keep its final states."""
+        drafter, size = self.drafter, self.drafter.config.block_size
+
+        def forward(ops: Ops, batch: RowBatch) -> Staged:
+            embedded = F.embedding(batch.token, drafter.vocabulary.embedding)
+            hidden = run_stack(ops, drafter.stack, embedded, batch, self.store)[1]
+            self._states.index_copy_(0, self._kept(batch), hidden)
+            if not greedy:
+                return Staged(hidden, None)
+            anchors = batch.token[: len(hidden) // size * size : size].long()
+            return Staged(hidden, ops.propose(hidden, anchors, drafter.model, drafter.vocabulary))
+
+        return self._run("greedy" if greedy else "drawn", rows, runs, forward)
+
+    @property
+    def _states(self) -> Float[Tensor, "n D"]:
+        return self.states.flatten(0, 2)
+
+    def _kept(self, batch: RowBatch) -> Int[Tensor, " R"]:
+        """The rows' places among the kept states; -1 is the last one."""
+        return batch.state.long().remainder(len(self._states))
+
+    def _run(
+        self,
+        name: str,
+        rows: BlockRows,
+        runs: list[Run],
+        forward: Callable[[Ops, RowBatch], T],
+        graphed: bool | None = None,
+    ) -> T:
+        kernels = self.kernels if graphed is None else graphed
+        count = len(rows.position)
+        size = bucket_of(count) if kernels else count
+        columns = columns_of(self.drafter.stack.heads, max(run.count for run in runs))
+        layout = Layout(rows=size, tile_rows=columns.rows, tree=False)
+        ops: Ops = kernel_ops(columns.count) if kernels else PlainOps()
+
+        def on_device(block: Int[Tensor, " n"]) -> T:
+            return forward(ops, layout.views(block, runs))
+
+        block = pack_block(rows, runs, layout)
+        if not kernels:
+            return on_device(torch.from_numpy(block).to(self.graphs.device))
+        return self.graphs((name, layout), block, on_device, blank(layout)[0])
+
+    def _project(self, ops: Ops, states: Float[Tensor, "R D"], batch: RowBatch) -> None:
+        """Every layer's keys and values of context or gap rows: joined as they are, without an input norm."""
+        heads = self.drafter.stack.heads
+        skip = heads.queries * heads.dim
+        for index, layer in enumerate(self.drafter.stack.layers):
+            bias = None if layer.head.bias is None else layer.head.bias[skip:]
+            weights = HeadWeights(bias, layer.head.query_gain, layer.head.key_gain)
+            parts = ops.linear(states, layer.qkv[skip:])
+            ops.rope_store(parts, weights, heads._replace(queries=0), batch, self.store.layer(index))
+
+
+class DrafterSession:
+    """One session's use of a memory, under the loop's law: committed rows + a speculative tail."""
+
+    def __init__(self, memory: FastBlockMemory) -> None:
+        self.memory = memory
+        self.committed: dict[int, int] = {}
+        self.length: dict[int, int] = {}
+
+    @property
+    def stage_len(self) -> int:
+        return self.memory.drafter.config.stage_len
+
+    @torch.no_grad()
+    def extend(self, slot: int, position: int, tokens: list[int], features: Features) -> None:
+        if position == 0:
+            self.committed[slot] = 0
+        assert self.committed[slot] == position
+        self.memory.extend(Run(slot, 0, len(tokens), position), position, features.taps)
+        self.committed[slot] = self.length[slot] = position + len(tokens)
+
+    @torch.no_grad()
+    def draft(self, requests: Sequence[StageRequest]) -> list[Stage]:
+        """One stage for each request, all in one forward; drawn tokens one request after the other."""
+        for request in requests:
+            if request.index == 0:
+                self.length[request.slot] = self.committed[request.slot]
+        self._fill_gaps([request for request in requests if request.index])
+        staged = self._stage(requests)
+        if staged.packed is not None:
+            return [to_stage(packed) for packed in staged.packed[: len(requests)].tolist()]  # sync
+        drafter, size = self.memory.drafter, self.memory.drafter.config.block_size
+        stages: list[Stage] = []
+        for i, request in enumerate(requests):
+            hidden, anchor = staged.hidden[i * size : (i + 1) * size], torch.tensor(request.anchor)
+            draw = Draw(request.sampling, self._start(request) + 1)
+            proposal = drafter.model.propose(hidden, anchor.to(hidden.device), drafter.vocabulary, draw)
+            stages.append(read_out(proposal))
+        return stages
+
+    def _start(self, request: StageRequest) -> int:
+        """The anchor's position."""
+        return self.committed[request.slot] + request.index * self.stage_len
+
+    def _stage(self, requests: Sequence[StageRequest]) -> Staged:
+        config, rows, runs = self.memory.drafter.config, BlockRows([], [], []), list[Run]()
+        size = config.block_size
+        for request in requests:
+            base = self.length[request.slot]
+            self.memory.make_room(request.slot, base + size, request.index + 1)
+            runs.append(Run(request.slot, len(rows.token), size, base))
+            start = self._start(request)
+            rows.token.extend([request.anchor, *[config.mask_token_id] * (size - 1)])
+            rows.position.extend(range(start, start + size))
+        for request in requests:  # once the buffer has its final size
+            first = self.memory.state_row(request.slot, request.index, 0)
+            rows.state.extend(range(first, first + size))
+        return self.memory.stage(rows, runs, greedy=all(request.sampling is None for request in requests))
+
+    def _fill_gaps(self, requests: Sequence[StageRequest]) -> None:
+        """Append the earlier stages' own final states as context of the positions nobody has verified yet."""
+        config, rows, runs = self.memory.drafter.config, BlockRows([], [], []), list[Run]()
+        for request in requests:
+            slot, base = request.slot, self.length[request.slot]
+            gap = new_gap_rows(config.gap_rows, request.index, config.stage_len, config.label_shift)
+            if not gap:  # a stage of one token has no state between its two anchors
+                continue
+            self.memory.make_room(slot, base + len(gap))
+            runs.append(Run(slot, len(rows.token), len(gap), base))
+            rows.token.extend([0] * len(gap))
+            rows.position.extend(self.committed[slot] + row.offset for row in gap)
+            rows.state.extend(self.memory.state_row(slot, row.stage, row.row) for row in gap)
+            self.length[slot] = base + len(gap)
+        if runs:
+            self.memory.fill_gaps(rows, runs)

@@ -1,0 +1,76 @@
+"""The fast path's arithmetic by Triton kernels: CUDA, bfloat16."""
+
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+
+from dloop.drafters.block import BlockModel
+from dloop.drafters.dspark import DSpark
+from dloop.fast.plain import PlainOps
+from dloop.fast.rows import RowBatch
+from dloop.kernels import attention, linear, markov, norm, rope
+from dloop.kernels.linear import Tiling
+from dloop.kernels.shapes import Heads, HeadWeights, Store
+from dloop.types import Vocabulary
+
+MULTIPROCESSORS = 132  # of the chip the tilings are chosen for; part of the order of sums, so never asked of the device
+
+
+class TritonOps:
+    """Same functions as the plain twin. `columns` is the width of the attention tiles of this bucket."""
+
+    def __init__(self, columns: int = 16, pdl: bool = False) -> None:
+        self.columns = columns
+        self.pdl = pdl
+
+    def linear(self, x: Float[Tensor, "R K"], w: Float[Tensor, "N K"]) -> Float[Tensor, "S R N"]:
+        """x w^T in as many parts as the weight's shape asks for."""
+        return linear.launch(x, w, tiling_of(*w.shape), gated=False, pdl=self.pdl)
+
+    def gated(self, x: Float[Tensor, "R K"], w: Float[Tensor, "I2 K"]) -> Float[Tensor, "R I"]:
+        """silu(x w_gate^T) * (x w_up^T)."""
+        return linear.launch(x, w, GATED, gated=True, pdl=self.pdl)[0]
+
+    def add_norm(
+        self, residual: Float[Tensor, "R D"], parts: Float[Tensor, "S R D"] | None, gain: Tensor, eps: float
+    ) -> Float[Tensor, "R D"]:
+        """residual += sum of the parts, in place; returns the normed rows."""
+        return norm.launch(residual, parts, gain, eps, self.pdl)
+
+    def rope_store(
+        self, parts: Float[Tensor, "S R W"], weights: HeadWeights, heads: Heads, batch: RowBatch, store: Store
+    ) -> Float[Tensor, "R A"]:
+        """Norm and rotate queries and keys; write keys and values; return the queries."""
+        return rope.launch(parts, weights, heads, batch.place, store, self.pdl)
+
+    def attend(self, q: Float[Tensor, "R A"], store: Store, heads: Heads, batch: RowBatch) -> Float[Tensor, "R A"]:
+        """Softmax attention of each row over what it sees."""
+        work = attention.Work(programs=2 * MULTIPROCESSORS, columns=self.columns, pdl=self.pdl)
+        return attention.launch(q, store, heads, batch.place, batch.tiles, work)
+
+    def head(self, x: Float[Tensor, "R D"], w: Float[Tensor, "V D"]) -> Float[Tensor, "R V"]:
+        """Logits."""
+        return linear.launch(x, w, WHOLE, gated=False, pdl=self.pdl)[0]
+
+    def propose(
+        self, hidden: Float[Tensor, "R D"], anchors: Int[Tensor, " S"], model: BlockModel, vocabulary: Vocabulary
+    ) -> Float64[Tensor, "S 3 k"]:
+        """The packed greedy proposals of S stages, whose rows stand one after the other."""
+        head = model.markov_head if isinstance(model, DSpark) else None
+        if head is None or head.kind != "vanilla":  # the others have no kernel
+            return PlainOps().propose(hidden, anchors, model, vocabulary)
+        logits = self.head(hidden, vocabulary.head)
+        w1, w2 = head.markov_w1.weight, head.markov_w2.weight
+        return markov.launch(logits, anchors, w1, w2, block=model.config.block_size, pdl=self.pdl)
+
+
+WHOLE = Tiling(width=64, depth=128, split=1, stages=4, warps=4)
+GATED = Tiling(width=64, depth=128, split=1, stages=3, warps=4)
+
+
+def tiling_of(out: int, depth: int) -> Tiling:
+    """Split the sum until the chip is filled once, while a part keeps four steps; from the weight's shape alone."""
+    tiles, steps = -(-out // WHOLE.width), -(-depth // WHOLE.depth)
+    split = 1
+    while tiles * split < MULTIPROCESSORS and steps // (2 * split) >= 4:
+        split *= 2
+    return WHOLE._replace(split=split)

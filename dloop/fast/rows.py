@@ -1,0 +1,160 @@
+"""Packing the rows of a forward into one block of integers, copied to the device in one go."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dloop.kernels.shapes import NEVER, SPLIT, Place, Tiles
+from dloop.types import Rows
+
+FIELDS = 6  # token, slot, index, position, visible, state
+Integers = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of one slot, standing together, and the rows its store holds before them."""
+
+    slot: int
+    first: int
+    count: int
+    base: int
+
+
+class BlockRows(NamedTuple):
+    """A drafter's rows on the host."""
+
+    token: list[int]
+    position: list[int]
+    state: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBatch:
+    """R rows on the device (bucket size), as views of one block of integers."""
+
+    token: Int[Tensor, " R"]
+    place: Place
+    state: Int[Tensor, " R"]  # a drafter's row of kept states that the row reads or writes; -1: none
+    tiles: Tiles
+    runs: list[Run]  # on the host, for the plain twin; empty under a graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a bucket's block of integers is cut: one layout, one graph."""
+
+    rows: int
+    tile_rows: int  # rows that share a tile
+    tree: bool
+
+    @property
+    def tiles(self) -> int:
+        return 2 * self.rows if self.tree else self.rows
+
+    @property
+    def size(self) -> int:
+        return FIELDS * self.rows + 6 * self.tiles + 2 + (self.rows**2 if self.tree else 0)
+
+    def views(self, block: Int[Tensor, " n"], runs: list[Run]) -> RowBatch:
+        """Name the parts of a block of integers."""
+        token, slot, index, position, visible, state = block[: FIELDS * self.rows].view(FIELDS, self.rows)
+        start = FIELDS * self.rows
+        table = block[start : start + 6 * self.tiles].view(self.tiles, 6)
+        start += 6 * self.tiles
+        ancestors = block[start + 2 :].view(self.rows, self.rows) if self.tree else None
+        place = Place(slot=slot, index=index, position=position, visible=visible)
+        tiles = Tiles(table=table, count=block[start : start + 2], ancestors=ancestors)
+        return RowBatch(token=token, place=place, state=state, tiles=tiles, runs=runs)
+
+
+def runs_of(slots: list[int], stored: Mapping[int, int]) -> list[Run]:
+    """Cut rows into runs of one slot. Raises ValueError if a slot's rows do not stand together."""
+    changes = [0, *(i for i in range(1, len(slots)) if slots[i] != slots[i - 1])]
+    runs = [
+        Run(slots[first], first, end - first, stored[slots[first]])
+        for first, end in zip(changes, [*changes[1:], len(slots)], strict=True)
+    ]
+    if len({run.slot for run in runs}) < len(runs):
+        raise ValueError(f"the rows of one slot must stand together; slots {slots}")
+    return runs
+
+
+def pack_rows(rows: Rows, runs: list[Run], layout: Layout) -> Integers:
+    """Target rows: node i of a run is stored at base + i and sees its ancestors, which end at its position."""
+    block, fields = blank(layout)
+    n = len(rows)
+    fields[0, :n] = rows.token
+    fields[1, :n] = rows.slot
+    fields[3, :n] = rows.position
+    fields[4, :n] = fields[3, :n] + 1
+    for run in runs:
+        fields[2, run.first : run.first + run.count] = np.arange(run.base, run.base + run.count)
+    if layout.tree:
+        write_ancestors(block[-(layout.rows**2) :].reshape(layout.rows, layout.rows), rows, runs)
+    write_tiles(block, layout, runs, fields[4])
+    return block
+
+
+def pack_block(block_rows: BlockRows, runs: list[Run], layout: Layout) -> Integers:
+    """Rows that see everything stored and one another: those of a drafting stage, or of a context."""
+    block, fields = blank(layout)
+    n = len(block_rows.position)
+    fields[0, :n], fields[3, :n], fields[5, :n] = block_rows.token, block_rows.position, block_rows.state
+    for run in runs:
+        rows = slice(run.first, run.first + run.count)
+        fields[1, rows] = run.slot
+        fields[2, rows] = np.arange(run.base, run.base + run.count)
+        fields[4, rows] = run.base + run.count
+    write_tiles(block, layout, runs, fields[4])
+    return block
+
+
+def blank(layout: Layout) -> tuple[Integers, Integers]:
+    """An empty block and its fields; rows nobody fills are written nowhere and see nothing."""
+    block = np.zeros(layout.size, np.int32)
+    fields = block[: FIELDS * layout.rows].reshape(FIELDS, layout.rows)
+    fields[2] = fields[5] = -1
+    return block, fields
+
+
+def write_ancestors(table: Integers, rows: Rows, runs: list[Run]) -> None:
+    """table[row, j]: the store's entry of the row's ancestor at the run's first position + j, the row itself last."""
+    for run in runs:
+        top = rows.position[run.first]
+        for row in range(run.first, run.first + run.count):
+            parent, depth = rows.parent[row], rows.position[row] - top
+            if parent >= 0:
+                table[row, :depth] = table[parent, :depth]
+            table[row, depth] = run.base + row - run.first
+
+
+def write_tiles(block: Integers, layout: Layout, runs: list[Run], visible: Integers) -> None:
+    """Tiles of rows that share keys; in a tree, a tile a row from the split on where its own ancestors begin."""
+    tiles: list[tuple[int, int, int, int, int, int]] = []
+    longest = 0
+    for run in runs:
+        end = run.first + run.count
+        splits = -(-int(visible[run.first : end].max()) // SPLIT)
+        longest = max(longest, splits)
+        shared = run.base // SPLIT if layout.tree else splits
+        for first in range(run.first, end, layout.tile_rows):
+            tiles.append((first, min(layout.tile_rows, end - first), run.slot, 0, shared, NEVER))
+        if layout.tree:
+            tiles += [(row, 1, run.slot, shared, splits, run.base) for row in range(run.first, end)]
+    start = FIELDS * layout.rows
+    block[start : start + 6 * len(tiles)] = np.array(tiles, np.int32).reshape(-1)
+    start += 6 * layout.tiles
+    block[start : start + 2] = len(tiles), longest
+
+
+def bucket_of(rows: int) -> int:
+    """Rows of the graph that takes this many: a power of two from 16 to 256, then 320, then multiples of 256."""
+    if rows <= 256:
+        return max(16, 1 << (rows - 1).bit_length())
+    return 320 if rows <= 320 else -(-rows // 256) * 256

@@ -1,0 +1,280 @@
+"""The fast path is its slow twin: same numbers, same texts, same memory law; alone, packed, grown and reused."""
+
+import itertools
+import logging
+
+import pytest
+import torch
+
+import dloop
+from dloop.api import generate
+from dloop.batch import generate_many, on_device
+from dloop.detect import FAMILIES
+from dloop.drafters.gap import READINGS
+from dloop.errors import UserError
+from dloop.fast import decode as fast_decode
+from dloop.fast.drafter import FastBlockDrafter
+from dloop.fast.target import FastTarget
+from dloop.gate import ALWAYS_OPEN, NEVER_OPENS
+from dloop.load import drafter_like, on_engine
+from dloop.sampling import sample_seed
+from dloop.settings import Settings, sampling_of
+from dloop.testing import KINDS, good_drafter, taught_drafter, tiny_drafter, tiny_target
+from dloop.types import Features, Rows, StageRequest
+
+TAPS = (-1, 0, 2, 3)
+PROMPTS = {0: [1, 2, 3, 4, 5], 1: [7, 8, 9]}
+TREE = Rows(  # slot 0 branches, slot 1 is a chain
+    token=[11, 12, 13, 14, 15, 16, 21, 22],
+    slot=[0] * 6 + [1] * 2,
+    position=[5, 6, 6, 7, 7, 8, 3, 4],
+    parent=[-1, 0, 0, 1, 2, 4, -1, 6],
+)
+AFTER = Rows(token=[29, 30, 31, 32], slot=[1] * 2 + [0] * 2, position=[4, 5, 8, 9], parent=[-1, 0, -1, 2])
+
+
+def answers(session) -> list[torch.Tensor]:
+    """Logits and features of two prompts, of a packed tree and chain, and of what follows a committed branch."""
+    seen = [session.prefill(slot, prompt) for slot, prompt in PROMPTS.items()]
+    seen.append(session.verify(TREE))
+    session.commit(0, [0, 2, 4])
+    session.commit(1, [0])
+    seen.append(session.verify(AFTER))
+    return [part.clone() for s in seen for part in (s.logits, s.features.taps, s.features.last)]
+
+
+def largest_difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_static_target_computes_what_its_twin_does(kind):
+    twin = tiny_target(kind)
+    expected = answers(twin.open(TAPS))
+    fast = FastTarget.of(twin).open(TAPS, slots=1, context=16)
+    assert largest_difference(answers(fast), expected) < 2e-5
+    assert largest_difference(answers(twin.open(TAPS)), expected) == 0, "fusing changed the twin"
+
+
+def test_the_comparison_sees_a_row_that_sees_a_sibling():
+    twin, fast = tiny_target(), FastTarget.of(tiny_target()).open(TAPS)
+    chain = Rows(**{**vars(TREE), "parent": [-1, 0, 1, 2, 3, 4, -1, 6]})
+    other = twin.open(TAPS)
+    for slot, prompt in PROMPTS.items():
+        other.prefill(slot, prompt), fast.prefill(slot, prompt)
+    assert (other.verify(TREE).logits - fast.verify(chain).logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_static_drafters_draft_what_their_twin_does(family, reading):
+    target = tiny_target()
+    twin = tiny_drafter(target, family=family, gap_rows=reading)
+    slow, fast = twin.open(), FastBlockDrafter.of(twin).open(slots=1, context=16)
+    generator = torch.Generator().manual_seed(0)
+    position = {0: 0, 1: 0}
+    for lengths in ((7, 3), (3, 3), (1, 4)):
+        for slot, n in enumerate(lengths):
+            taps = torch.randn(n, 64, generator=generator)
+            for session in (slow, fast):
+                session.extend(slot, position[slot], [1] * n, Features(taps=taps, last=taps[:, :32]))
+            position[slot] += n
+        for index in range(4):
+            slots = (0, 1) if index < 3 else (1,)  # ragged stages
+            requests = [StageRequest(slot=slot, anchor=5 + index + slot, index=index) for slot in slots]
+            for expected, drafted in zip(slow.draft(requests), fast.draft(requests), strict=True):
+                assert drafted.tokens == expected.tokens
+                assert drafted.logp == pytest.approx(expected.logp, abs=1e-4)
+                assert drafted.score == pytest.approx(expected.score, abs=1e-4)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    """A target on the fast path, its texts from the twin, and a drafter that is mostly right on them."""
+    twin = tiny_target("qwen2", num_layers=3)
+    prompts = [[5, 9, 11, 60], [3, 3, 8], [70]]
+    texts = [generate(twin, None, prompt, max_new_tokens=32).tokens for prompt in prompts]
+    drafter = taught_drafter(twin, [p + t for p, t in zip(prompts, texts, strict=True)], family=request.param)
+    return twin, FastTarget.of(twin), FastBlockDrafter.of(drafter), prompts, texts
+
+
+@pytest.mark.parametrize("gate", [NEVER_OPENS, -0.5, ALWAYS_OPEN])
+def test_the_fast_path_gives_the_target_s_text(family, gate):
+    _, target, drafter, prompts, texts = family
+    for (prompt, text), cap in itertools.product(zip(prompts, texts, strict=True), (1, 2, 12)):
+        out = generate(target, drafter, prompt, max_new_tokens=32, loop_gate=gate, max_stages=cap)
+        assert out.tokens == text
+    assert out.acceptance_length > 1.5, "the drafter should be right at times"
+
+
+@pytest.mark.parametrize("verify", ["match", "reject"])
+def test_the_fast_path_draws_what_the_twin_draws(family, verify):
+    """Match: the text of plain sampling. Reject: the very rounds of the twin, noise and all."""
+    twin, target, drafter, prompts, _ = family
+    slow = tiny_drafter(twin)
+    slow = type(slow)(name="twin", family=drafter.family, model=drafter.model, vocabulary=drafter.vocabulary)
+    for seed, prompt in itertools.product((0, 1), prompts):
+        options = dict(max_new_tokens=24, temperature=0.8, seed=seed, loop_gate=-2.0, verify=verify)
+        fast = generate(target, drafter, prompt, **options)
+        assert fast.tokens == generate(twin, slow, prompt, **options).tokens
+        if verify == "match":
+            assert fast.tokens == generate(twin, None, prompt, **options).tokens
+
+
+def test_sessions_that_are_open_do_not_share_a_store_and_ended_ones_are_taken_over(family):
+    _, target, drafter, prompts, texts = family
+    streams = [dloop.stream(target, drafter, prompt, max_new_tokens=32, loop_gate=-0.5) for prompt in prompts]
+    found = [[stream.first] for stream in streams]
+    for rounds in itertools.zip_longest(*streams):
+        for text, now in zip(found, rounds, strict=True):
+            text += now.emitted if now else []
+    assert found == texts
+    del streams, rounds, now
+    count = len(target.memories), len(drafter.memories)
+    generate(target, drafter, prompts[0], max_new_tokens=32)
+    assert (len(target.memories), len(drafter.memories)) == count
+
+
+def test_a_store_that_grows_keeps_what_it_holds(family, monkeypatch):
+    _, target, drafter, prompts, texts = family
+    monkeypatch.setattr("dloop.fast.stack.GRAIN", 4)
+    own, draft = FastTarget.of(target), FastBlockDrafter.of(drafter)
+    own.open(drafter.taps, 1, 4), draft.open(1, 4)
+    assert generate(own, draft, prompts[0], max_new_tokens=32, loop_gate=-0.5).tokens == texts[0]
+    (memory,) = own.memories
+    assert memory.store.capacity == 64
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("live", [1, 2, 5])
+def test_many_prompts_give_the_texts_they_give_alone(family, temperature, live):
+    twin, target, drafter, _, _ = family
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12, 13], [14, 15]]
+    options = dict(max_new_tokens=20, temperature=temperature)
+    free = [generate(twin, None, p, seed=sample_seed(3, i), **options).tokens for i, p in enumerate(prompts)]
+    options["stop_token_ids"] = [free[1][7], free[3][11]]
+    alone = [generate(twin, None, p, seed=sample_seed(3, i), **options).tokens for i, p in enumerate(prompts)]
+    settings = Settings(seed=3, verify="match", loop_gate=-2.0, **options)
+    for one, other in ((twin, None), (target, None), (target, drafter)):
+        found = {text.index: text for text in generate_many(one, other, prompts, settings, live)}
+        assert [found[i].tokens for i in range(len(prompts))] == alone
+        assert [found[i].seed for i in range(len(prompts))] == [sample_seed(3, i) for i in range(len(prompts))]
+        assert any(text.finish_reason == "stop" for text in found.values())
+
+
+def test_a_fault_in_one_of_many_prompts_names_it():
+    with pytest.raises(UserError, match="prompt token 97 is outside"):
+        list(generate_many(tiny_target(), None, [[1], [97]], Settings(max_new_tokens=4), live=1))
+    with pytest.raises(UserError, match="live=0"):
+        list(generate_many(tiny_target(), None, [[1]], Settings(), live=0))
+
+
+def test_what_the_fast_path_does_not_compute_stays_on_the_twin(caplog):
+    twin = tiny_target("llama")
+    attention = twin.model.model.layers[1].self_attn
+    attention.o_proj.bias = torch.nn.Parameter(torch.zeros(32))
+    with pytest.raises(UserError, match="biases on the output"):
+        on_engine(twin, "fast")
+    with caplog.at_level(logging.WARNING, "dloop"):
+        assert on_engine(twin, "auto") is twin
+    assert "biases on the output" in caplog.text
+    drafter = tiny_drafter(twin)
+    assert drafter_like(twin, drafter) is drafter
+    assert on_engine(tiny_target(), "twin").engine == "twin"
+    assert on_engine(tiny_target(), "auto").engine == "fast"
+
+
+def test_exact_is_refused_where_it_is_not_offered():
+    target = FastTarget.of(tiny_target())
+    with pytest.raises(UserError, match="exact=True needs the fast path's kernels"):
+        generate(target, None, [1, 2], max_new_tokens=2, exact=True)
+    assert not generate(target, None, [1, 2], max_new_tokens=2).exact
+
+
+# The kernels, run as Python by Triton's interpreter where there is no GPU.
+
+
+@pytest.fixture
+def kernels() -> FastTarget:
+    """A target whose sessions go through the kernels without graphs."""
+    pytest.importorskip("triton")
+    target = FastTarget.of(tiny_target("qwen3", num_layers=4, vocab_size=33))
+    with_kernels(target.open(TAPS, 1, 16))
+    return target
+
+
+def with_kernels(session):
+    session.memory.kernels = True
+    return session
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_the_target_s_kernels_are_their_plain_twins(kind):
+    pytest.importorskip("triton")
+    twin = tiny_target(kind, vocab_size=33)
+    fast = with_kernels(FastTarget.of(twin).open(TAPS, slots=1, context=16))
+    assert largest_difference(answers(fast), answers(twin.open(TAPS))) < 2e-5
+
+
+def test_rows_that_fill_a_bucket_are_written_nowhere(kernels):
+    session = kernels.open(TAPS)
+    assert session.memory.kernels, "the fixture's memory is taken over"
+    answers(session)
+    stored = session.memory.store.keys.abs().sum(dim=(0, 2, 4)) > 0  # [slots, capacity]
+    assert stored.sum(1).tolist() == [11, 6]  # prompt 5 + 6 rows; after the commit two go where two stood
+
+
+def test_a_row_s_logits_do_not_depend_on_the_other_rows(kernels):
+    """Bit for bit, here as on a GPU: alone, packed, in a tree, in another order, in another slot."""
+    session = kernels.open(TAPS)
+    for slot, prompt in PROMPTS.items():
+        session.prefill(slot, prompt)
+    packed = session.verify(TREE).logits.clone()
+    chain = Rows(token=[11, 13, 15, 16], slot=[0] * 4, position=[5, 6, 7, 8], parent=[-1, 0, 1, 2])
+    assert torch.equal(session.verify(chain).logits, packed[[0, 2, 4, 5]])
+    assert torch.equal(session.verify(Rows(token=[21], slot=[1], position=[3], parent=[-1])).logits, packed[[6]])
+    session.prefill(3, PROMPTS[0])
+    session.verify(Rows(token=[30, 31], slot=[3] * 2, position=[5, 6], parent=[-1, 0]))
+    moved = Rows(token=[11, 13], slot=[3] * 2, position=[5, 6], parent=[-1, 0])
+    assert torch.equal(session.verify(moved).logits, packed[[0, 2]])
+
+
+def test_the_drafter_s_kernels_are_their_plain_twins():
+    pytest.importorskip("triton")
+    target = tiny_target(vocab_size=33)
+    twin = tiny_drafter(target, stage_len=7)
+    slow, fast = twin.open(), with_kernels(FastBlockDrafter.of(twin).open(slots=1, context=16))
+    taps = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    for slot in (0, 1):
+        for session in (slow, fast):
+            session.extend(slot, 0, [1] * 9, Features(taps=taps, last=taps[:, :32]))
+    for index in range(3):
+        requests = [StageRequest(slot=slot, anchor=5 + slot, index=index) for slot in (0, 1)]
+        for expected, drafted in zip(slow.draft(requests), fast.draft(requests), strict=True):
+            assert drafted.tokens == expected.tokens
+            assert drafted.logp == pytest.approx(expected.logp, abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_tokens_chosen_on_the_device_are_those_of_plain_decoding(monkeypatch, temperature):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(fast_decode, "EVERY", 4)
+    twin = tiny_target("llama", num_layers=1, vocab_size=33)
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    options = dict(max_new_tokens=6, temperature=temperature, stop_token_ids=[5])
+    alone = [generate(twin, None, p, seed=sample_seed(3, i), **options).tokens for i, p in enumerate(prompts)]
+    target = FastTarget.of(twin)
+    with_kernels(target.open((), 16))
+    settings = Settings(seed=3, **options)
+    found = {t.index: t.tokens for t in on_device(target, enumerate(prompts), settings, sampling_of(settings), live=2)}
+    assert [found[i] for i in range(3)] == alone
+    assert len(target.memories) == 1, "the memory with kernels was not used"
+
+
+def test_a_good_drafter_loops_on_the_fast_path():
+    twin = tiny_target(num_layers=3)
+    text = generate(twin, None, [5, 9, 11], max_new_tokens=40).tokens
+    drafter = FastBlockDrafter.of(good_drafter(twin, [[5, 9, 11, *text]]))
+    out = generate(FastTarget.of(twin), drafter, [5, 9, 11], max_new_tokens=40, loop_gate=ALWAYS_OPEN, max_stages=4)
+    assert out.tokens == text
+    assert max(r.accepted for r in out.rounds) > 4, "no later stage was accepted"
