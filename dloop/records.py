@@ -75,6 +75,8 @@ class GenerationJson(TypedDict):
     hardware: dict[str, Json]
     dtype: str
     device: str
+    engine: str
+    attention: str
 
 
 def round_record(round: Round) -> RoundJson:
@@ -143,6 +145,8 @@ def document(
         "hardware": hardware(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
+        "engine": target.engine,
+        "attention": target.attention,
     }
 
 

@@ -160,6 +160,7 @@ def summary(**changes) -> dict:
     base = {
         "draft": "d",
         "dtype": "float32",
+        "engine": "fast",
         "hardware": {"gpu": None, "cpu": "C", "threads": 1},
         "data_sha256": "a",
         "template_sha256": None,
@@ -185,6 +186,7 @@ def test_the_speedup_is_the_ratio_of_mean_times():
         ({"hardware": {"gpu": "G", "cpu": "C", "threads": 1}}, "machine: C, 1 threads there, G here"),
         ({"hardware": {"gpu": None, "cpu": "C", "threads": 2}}, "machine: C, 1 threads there, C, 2 threads here"),
         ({"dtype": "bfloat16"}, "dtype: float32 there, bfloat16 here"),
+        ({"engine": "twin"}, "engine: fast there, twin here"),
         ({"samples": [1]}, "choice of samples"),
         ({"data_sha256": "b"}, "set of prompts"),
         ({"setting": {**summary()["setting"], "max_new_tokens": 9}}, "max_new_tokens: 8 there, 9 here"),

@@ -83,6 +83,8 @@ SCHEMA = {  # system.md 3.5, and what else stands in a summary
     "versions": dict,
     "hardware": dict,
     "dtype": str,
+    "engine": str,
+    "attention": str,
     "device": str,
     "commit": (str, type(None)),
     "checkpoint_sha256": dict,

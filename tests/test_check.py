@@ -465,10 +465,3 @@ def test_a_users_error_is_2(tiny, capsys, words, message):
 def test_a_certificate_is_of_a_pair(tiny, capsys):
     assert entry(["check", "--model", str(tiny.target)]) == 2
     assert "needs --draft-model" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_offline_pair_is_certified(smollm2_dir, capsys):
-    words = ["--prompt", "Name three colours.", "--max-new-tokens", "8", "--loop-gate", "-inf", "--json"]
-    assert entry(["check", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["certified"]

@@ -12,7 +12,7 @@ from dloop.bench.results import COUNT, TAU, Condition, Result
 from dloop.bench.speedup import facts
 from dloop.errors import UserError
 
-MUST_AGREE = ("machine", "dtype", "set of prompts", "target checkpoint")
+MUST_AGREE = ("machine", "dtype", "engine", "set of prompts", "target checkpoint")
 
 
 @dataclass(frozen=True)

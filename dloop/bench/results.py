@@ -41,6 +41,7 @@ NEEDED = {
     "hardware": dict,
     "versions": dict,
     "dtype": str,
+    "engine": str,
 }
 CONDITION = ("temperature", "top_k", "top_p", "max_new_tokens")
 COUNT, TAU, MS, TOKENS, SECONDS = range(5)  # columns of a sample's sums

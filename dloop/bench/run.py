@@ -32,6 +32,7 @@ IDENTITY = (
     "checkpoint_sha256",
     "setting",
     "dtype",
+    "engine",
     "hardware",
     "data_sha256",
     "template_sha256",
@@ -70,7 +71,8 @@ def bench(command: Command, names: Sequence[str], drafter_name: str | None) -> i
 
 def load_decoder(command: Command, drafter_name: str | None, ranks: Ranks) -> Decoder:
     """The models of this rank, with their tokenizer. The baseline loads no drafter."""
-    target = load_target(command.model, command.dtype, ranks.device(command.device), command.revision)
+    device = ranks.device(command.device)
+    target = load_target(command.model, command.dtype, device, command.revision, command.engine)
     tokenizer = load_tokenizer(target.folder, target.name)
     if tokenizer is None:
         raise UserError(f"{command.model} has no tokenizer beside its weights; the benchmarks' prompts are texts")
@@ -99,6 +101,8 @@ def about(command: Command, decoder: Decoder) -> dict[str, Json]:
             "draft": checkpoint.sha256(drafter.folder) if drafter and drafter.folder else None,
         },
         "dtype": command.dtype,
+        "engine": target.engine,
+        "attention": target.attention,
         "device": target.device.type,
         "hardware": hardware(target.device),
         "versions": versions(),

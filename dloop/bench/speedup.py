@@ -58,7 +58,7 @@ def speedup(summary: Summary, baseline: Summary | None) -> Speedup:
     return Speedup(slow / fast, None)
 
 
-SHOWN = ("machine", "dtype", "max_new_tokens", "temperature", "top_k", "top_p")
+SHOWN = ("machine", "dtype", "engine", "max_new_tokens", "temperature", "top_k", "top_p")
 
 
 def facts(summary: Summary) -> dict[str, object]:
@@ -69,6 +69,7 @@ def facts(summary: Summary) -> dict[str, object]:
     return {
         "machine": machine(cast(Mapping[str, Json], summary["hardware"])),
         "dtype": summary["dtype"],
+        "engine": summary["engine"],
         "set of prompts": (summary["data_sha256"], summary["template_sha256"]),
         "choice of samples": summary["samples"],
         **{name: setting[name] for name in SAMPLING},

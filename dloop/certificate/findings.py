@@ -14,6 +14,7 @@ from dloop.types import Sampling
 Part = Literal["greedy", "sampled", "law", "memory"]
 Kind = Literal["reference", "judge", "verification", "control", "ending", "law", "target_memory", "drafter_memory"]
 DTypeName = Literal["float32", "bfloat16"]
+SURE = 1.645  # standard deviations: 95 % on one side
 
 POINTS_AT: dict[Kind, str] = {
     "reference": "plain decoding's logits are not those of one forward over the whole text: the target's positions, "
@@ -140,8 +141,8 @@ class LawFinding:
 
     @property
     def is_sharp(self) -> bool:
-        """Whether the planted wrong rule would be caught here, with a chance above 97 %."""
-        return self.planted_lean >= self.lean_limit + 2
+        """Whether the planted wrong rule would be caught here, with a chance of 95 %."""
+        return self.planted_lean >= self.lean_limit + SURE
 
 
 @dataclass(frozen=True, kw_only=True)

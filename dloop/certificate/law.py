@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dloop.certificate.findings import Fault, LawFinding, Pair, Plan
+from dloop.certificate.findings import SURE, Fault, LawFinding, Pair, Plan
 from dloop.certificate.ground import Text, decode_text, full_rows
 from dloop.sampling import law
 from dloop.settings import Settings, sampling_of
@@ -31,7 +31,7 @@ from dloop.settings import Settings, sampling_of
 BINS = 8
 FALSE_ALARM = 1e-4  # of each test
 LEAN_LIMIT = 3.891  # standard deviations, both sides, for that rate
-ENOUGH = (LEAN_LIMIT + 2) ** 2  # variance at which the planted rule is seen with a chance above 97 %
+ENOUGH = (LEAN_LIMIT + SURE) ** 2  # the variance at which the planted rule is seen with a chance of 95 %
 MOST_TEXTS = 6  # of each prompt and gate
 
 

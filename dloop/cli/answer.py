@@ -30,7 +30,7 @@ logger = logging.getLogger("dloop")
 
 def answer(command: Command, prompt: Prompt, drafter_name: str | None) -> None:
     hush()
-    target = load_target(command.model, command.dtype, device_of(command.device), command.revision)
+    target = load_target(command.model, command.dtype, device_of(command.device), command.revision, command.engine)
     tokenizer = load_tokenizer(target.folder, target.name)
     prompt_ids = encode(prompt, tokenizer, command)
     drafter = None

@@ -30,6 +30,9 @@ class Command(Common):
     )
     dtype: Literal["both", "float32", "bfloat16"] = option("both", "arithmetic to certify", group=MODELS)
     device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one", group=MODELS)
+    engine: Literal["auto", "fast", "twin"] = option(
+        "auto", "fast: static memory, fused weights, kernels on a GPU; twin: transformers' own forward", group=MODELS
+    )
     revision: str | None = option(None, "the target's branch, tag or commit on the hub", group=MODELS)
     draft_revision: str | None = option(None, "the drafter's branch, tag or commit on the hub", group=MODELS)
 

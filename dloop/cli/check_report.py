@@ -57,17 +57,17 @@ def rows_of(finding: TextFinding | MemoryFinding) -> list[tuple[str, ...]]:
     if isinstance(finding, MemoryFinding):
         known = f"{finding.probes} probes"
         return [
-            (part, name, "target", "", known, f"{finding.target_deviation:.1e}", f"{finding.target_limit:.1e}"),
-            (part, name, "drafter", "", known, f"{finding.drafter_deviation:.1e}", f"{finding.drafter_limit:.1e}"),
+            (part, name, "target", "", known, f"{finding.target_deviation:.0e}", f"{finding.target_limit:.0e}"),
+            (part, name, "drafter", "", known, f"{finding.drafter_deviation:.0e}", f"{finding.drafter_limit:.0e}"),
         ]
-    limit = f"{finding.limit:.1e}"
+    limit = f"{finding.limit:.0e}"
     rows = [
-        (part, name, f"alone, {c.rows} rows", "", f"{c.flips} of {c.tokens} flip", f"{c.deviation:.1e}", limit)
+        (part, name, f"alone, {c.rows} rows", "", f"{c.flips} of {c.tokens} flip", f"{c.deviation:.0e}", limit)
         for c in finding.controls
     ]
     for gate in finding.gates:
         text = f"same {gate.tokens}" if gate.difference is None else f"same to {gate.difference.index}"
-        tau, apart = f"{gate.acceptance_length:.2f}", f"{gate.deviation:.1e}"
+        tau, apart = f"{gate.acceptance_length:.2f}", f"{gate.deviation:.0e}"
         rows.append((part, name, f"gate {gate.gate:g}", tau, text, apart, limit))
     return rows
 
@@ -192,6 +192,7 @@ def document(command: Command, done: Certificate) -> dict[str, Json]:
             "draft": checkpoint.sha256(drafter.folder) if drafter.folder else None,
         },
         "engine": target.engine,
+        "attention": target.attention,
         "device": str(target.device),
         "seconds": done.seconds,
         "hardware": hardware(target.device),

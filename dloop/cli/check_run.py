@@ -83,7 +83,7 @@ def try_pair(command: Command, drafter_name: str, started: float) -> Certificate
 
 
 def load_pair(command: Command, drafter_name: str, dtype: DTypeName) -> tuple[Pair, Tokenizer]:
-    target = load_target(command.model, dtype, device_of(command.device), command.revision)
+    target = load_target(command.model, dtype, device_of(command.device), command.revision, command.engine)
     tokenizer = load_tokenizer(target.folder, target.name)
     if tokenizer is None:
         raise UserError(f"{command.model} has no tokenizer beside its weights; the prompts are texts")

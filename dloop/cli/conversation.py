@@ -150,7 +150,7 @@ def talk(command: Command, drafter_name: str | None, is_terminal: bool) -> int:
 def open_conversation(command: Command, drafter_name: str | None) -> Conversation:
     """Raises UserError for whatever would go wrong in every turn."""
     hush()
-    target = load_target(command.model, command.dtype, device_of(command.device), command.revision)
+    target = load_target(command.model, command.dtype, device_of(command.device), command.revision, command.engine)
     tokenizer = load_tokenizer(target.folder, target.name)
     if tokenizer is None or not tokenizer.has_template:
         raise UserError(f"{command.model} has no chat template beside its weights; dloop generate takes plain prompts")

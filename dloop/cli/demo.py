@@ -26,6 +26,7 @@ class Command(Common):
     prompts: int = option(len(PROMPTS), f"how many of the prompts: {', '.join(PROMPTS)}")
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "arithmetic; in float32 all texts are identical")
     device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one")
+    engine: Literal["auto", "fast", "twin"] = option("auto", "what decodes: static memory, or transformers' forward")
     model: str = option("smollm2", "another target: a folder or a hub id")
     draft_model: str = option("demo", "another drafter for it: a folder or a hub id")
 

@@ -29,6 +29,9 @@ class Decoding(Common):
     baseline: bool = option(False, "plain decoding, without a drafter", group=MODELS)
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "arithmetic of both models", group=MODELS)
     device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one", group=MODELS)
+    engine: Literal["auto", "fast", "twin"] = option(
+        "auto", "fast: static memory, fused weights, kernels on a GPU; twin: transformers' own forward", group=MODELS
+    )
     revision: str | None = option(None, "the target's branch, tag or commit on the hub", group=MODELS)
     draft_revision: str | None = option(None, "the drafter's branch, tag or commit on the hub", group=MODELS)
 

@@ -102,7 +102,7 @@ def race(command: Command) -> int:
 
 
 def load(command: Command, dtype: DTypeName) -> Pair:
-    target = load_target(command.model, dtype, device_of(command.device))
+    target = load_target(command.model, dtype, device_of(command.device), engine=command.engine)
     tokenizer = load_tokenizer(target.folder, target.name)
     if tokenizer is None:
         raise UserError(f"{command.model} has no tokenizer beside its weights; the demo needs one to show texts")

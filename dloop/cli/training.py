@@ -44,7 +44,7 @@ def run(command: Command) -> int:
     where = check_device(device)
     data = None if is_jsonl(command.train_data_path) else TokenFile.read(command.train_data_path, command.max_length)
     make_writable(command.output_dir)
-    target = load_target(command.target_model_path, command.dtype, device)
+    target = load_target(command.target_model_path, command.dtype, device, engine="twin")
     model = start_model(command, target).to(where)
     refuse_for_family(command, model.config, target)
     data = data or read_jsonl(command, target, model.config)

@@ -47,6 +47,10 @@ class FastTarget(HFTarget):
         return "fast"
 
     @property
+    def attention(self) -> str:
+        return "triton, split at fixed positions" if self.is_exact else "sdpa"
+
+    @property
     def is_exact(self) -> bool:
         """Whether a row's logits never depend on the other rows of its forward."""
         return supports(self.dtype, self.device, self.stack.heads.dim)

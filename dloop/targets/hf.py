@@ -79,6 +79,11 @@ class HFTarget:
         return "twin"
 
     @property
+    def attention(self) -> str:
+        """The attention backend, for the records."""
+        return str(self.config._attn_implementation)
+
+    @property
     def is_exact(self) -> bool:
         """Whether a row's logits never depend on the other rows of its forward."""
         return False
