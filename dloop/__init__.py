@@ -6,20 +6,32 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from dloop.api import Generation, generate, generate_autoregressive, stream
+    from dloop.batch import Completion, generate_many
     from dloop.errors import UserError
     from dloop.load import load_drafter, load_target
+    from dloop.settings import Settings
 
 __all__ = [
+    "Completion",
     "Generation",
+    "Settings",
     "UserError",
     "generate",
     "generate_autoregressive",
+    "generate_many",
     "load_drafter",
     "load_target",
     "stream",
 ]
 
-_HOME = {"UserError": "dloop.errors", "load_drafter": "dloop.load", "load_target": "dloop.load"}
+_HOME = {
+    "Completion": "dloop.batch",
+    "Settings": "dloop.settings",
+    "UserError": "dloop.errors",
+    "generate_many": "dloop.batch",
+    "load_drafter": "dloop.load",
+    "load_target": "dloop.load",
+}
 
 
 def __getattr__(name: str) -> object:

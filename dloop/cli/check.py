@@ -37,7 +37,7 @@ class Command(Common):
     draft_revision: str | None = option(None, "the drafter's branch, tag or commit on the hub", group=MODELS)
 
     prompt: list[str] = option([], "texts to answer, repeatable; without any, two of the demo's", group=TEXTS)
-    max_new_tokens: int = option(64, "most tokens of an answer", group=TEXTS)
+    max_new_tokens: int = option(48, "most tokens of an answer", group=TEXTS)
     loop_gate: tuple[float, ...] = option(
         (1.0, -0.5, float("-inf")), "gates to try, joined by commas; 1.0 never opens, -inf always", group=TEXTS
     )

@@ -1,6 +1,5 @@
 """Block drafters on the fast path: a whole stage, heads included, in one forward over flat rows of many sequences."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +14,7 @@ from dloop.drafters.block import BlockDrafter
 from dloop.drafters.gap import new_gap_rows
 from dloop.drafters.proposal import read_out, to_stage
 from dloop.fast.graphs import Graphs
+from dloop.fast.lease import Leased, lease
 from dloop.fast.ops import Ops, kernel_ops, supports
 from dloop.fast.plain import PlainOps
 from dloop.fast.rows import BlockRows, Layout, RowBatch, Run, blank, bucket_of, pack_block
@@ -51,15 +51,12 @@ class FastBlockDrafter(BlockDrafter):
 
     def open(self, slots: int = 1, context: int = START_CONTEXT) -> "DrafterSession":
         """Memory for one session; stores and graphs of ended sessions are taken over."""
-        for memory in self.memories:
-            if memory.is_free:
-                break
-        else:
-            memory = FastBlockMemory(self, slots, min(context, self.config.max_positions))
-            self.memories.append(memory)
-        session = DrafterSession(memory)
-        memory.user = weakref.ref(session)
-        return session
+        return lease(
+            self.memories,
+            lambda _memory: True,
+            lambda: FastBlockMemory(self, slots, min(context, self.config.max_positions)),
+            DrafterSession,
+        )
 
 
 class Staged(NamedTuple):
@@ -69,7 +66,7 @@ class Staged(NamedTuple):
     packed: Float64[Tensor, "S 3 k"] | None
 
 
-class FastBlockMemory:
+class FastBlockMemory(Leased):
     """A static store, the final states of the stages drafted since the last verification, and the graphs over both."""
 
     def __init__(self, drafter: FastBlockDrafter, slots: int, context: int) -> None:
@@ -81,11 +78,6 @@ class FastBlockMemory:
         self.features = drafter.stack.gain.new_zeros(MOST_GRAPHED, drafter.model.fc.weight.shape[1])
         config = drafter.config  # one slot more takes the rows that nobody reads
         self.states = self.features.new_zeros(slots + 1, START_STAGES, config.block_size, config.hidden_size)
-        self.user: weakref.ref[DrafterSession] | None = None
-
-    @property
-    def is_free(self) -> bool:
-        return self.user is None or self.user() is None
 
     def make_room(self, slot: int, rows: int, stages: int = 1) -> None:
         """Let the store hold this many rows of this slot, and the states of this many stages."""

@@ -1,6 +1,5 @@
 """The static target: one forward over flat rows of any number of sequences, behind the adapter's own protocol."""
 
-import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dloop.fast.graphs import Graphs
+from dloop.fast.lease import Leased, lease
 from dloop.fast.ops import Ops, kernel_ops, supports
 from dloop.fast.plain import PlainOps
 from dloop.fast.rows import Layout, Run, blank, bucket_of, pack_rows, runs_of
@@ -56,19 +56,16 @@ class FastTarget(HFTarget):
         return supports(self.dtype, self.device, self.stack.heads.dim)
 
     def open(self, taps: tuple[int, ...] = (), slots: int = 1, context: int = START_CONTEXT) -> "TargetSession":
-        """Memory for one session. Stores and graphs of ended sessions are taken over, so nothing is captured twice."""
-        for memory in self.memories:
-            if memory.taps == taps and memory.is_free:
-                break
-        else:
-            memory = FastMemory(self, taps, slots, min(context, self.context))
-            self.memories.append(memory)
-        session = TargetSession(memory)
-        memory.user = weakref.ref(session)
-        return session
+        """Memory for one session, at first of this size; stores and graphs of ended sessions are taken over."""
+        return lease(
+            self.memories,
+            lambda memory: memory.taps == taps,
+            lambda: FastMemory(self, taps, slots, min(context, self.context)),
+            TargetSession,
+        )
 
 
-class FastMemory:
+class FastMemory(Leased):
     """A static store and the graphs over it. One session at a time may use it."""
 
     def __init__(self, target: FastTarget, taps: tuple[int, ...], slots: int, context: int) -> None:
@@ -77,11 +74,6 @@ class FastMemory:
         self.store = Memory.empty(target.stack, slots, context)
         self.kernels = target.is_exact
         self.graphs = Graphs(target.device, enabled=self.kernels)
-        self.user: weakref.ref[TargetSession] | None = None
-
-    @property
-    def is_free(self) -> bool:
-        return self.user is None or self.user() is None
 
     def make_room(self, slot: int, rows: int) -> bool:
         """Let the store hold this many rows of this slot; whether it moved."""

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dloop.kernels.pdl import release, wait
+from dloop.kernels.pdl import launch_options, release, wait
 from dloop.kernels.shapes import SPLIT, Heads, Place, Store, Tiles
 
 LOG2_E = math.log2(math.e)
@@ -149,7 +149,7 @@ def launch(q: Tensor, store: Store, heads: Heads, place: Place, tiles: Tiles, wo
     out = q.new_empty(splits, count, heads.queries, heads.dim, dtype=torch.float32)
     top, mass = torch.empty_like(out[..., 0]), torch.empty_like(out[..., 0])
     depth = 0 if tiles.ancestors is None else tiles.ancestors.shape[1]
-    extra = {"launch_pdl": True} if work.pdl else {}
+    extra = launch_options(work.pdl)
     items = tiles.table.shape[0] * splits * heads.keys
     attend_kernel[(min(work.programs, items),)](
         q, store.k, store.v, place.visible, tiles.table, tiles.count,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dloop.kernels.pdl import prefetch, release, wait
+from dloop.kernels.pdl import launch_options, prefetch, release, wait
 
 
 class Tiling(NamedTuple):
@@ -90,7 +90,7 @@ def launch(x: Tensor, w: Tensor, tiling: Tiling, gated: bool, pdl: bool) -> Tens
     linear_kernel[grid](
         x, w, y, count, N=out, K=depth, STEPS=steps, ROWS=rows, WIDTH=tiling.width, DEPTH=tiling.depth, GATED=gated,
         AHEAD=triton.next_power_of_2(ahead), PDL=pdl, num_warps=tiling.warps, num_stages=tiling.stages,
-        **({"launch_pdl": True} if pdl else {}),
+        **launch_options(pdl),
     )  # fmt: skip
     return y
 

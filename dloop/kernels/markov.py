@@ -9,7 +9,7 @@ import triton.language as tl
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from dloop.kernels.pdl import prefetch, release, wait
+from dloop.kernels.pdl import launch_options, prefetch, release, wait
 
 WIDTH = 128  # tokens of the vocabulary a program
 
@@ -107,7 +107,7 @@ def launch(
     best = torch.empty(sequences, tiles, device=logits.device)
     mass, where = torch.empty_like(best), torch.empty_like(best, dtype=torch.int64)
     logp = torch.empty(sequences, block, device=logits.device)
-    extra = {"launch_pdl": True} if pdl else {}
+    extra = launch_options(pdl)
     for row in range(block):
         tile_kernel[(tiles,)](
             logits, w1, w2, tokens, best, where, mass, row, sequences, V=vocab, RANK=rank, BLOCK=block,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dloop.kernels.pdl import release, wait
+from dloop.kernels.pdl import launch_options, release, wait
 
 
 @triton.jit
@@ -49,6 +49,6 @@ def launch(residual: Tensor, parts: Tensor | None, weight: Tensor, eps: float, p
     add_norm_kernel[(count,)](
         residual, residual if parts is None else parts, weight, normed, count, D=size,
         WIDTH=triton.next_power_of_2(size), SPLIT=0 if parts is None else parts.shape[0], EPS=eps, PDL=pdl,
-        num_warps=4 if size <= 2048 else 8, **({"launch_pdl": True} if pdl else {}),
+        num_warps=4 if size <= 2048 else 8, **launch_options(pdl),
     )  # fmt: skip
     return normed

@@ -8,6 +8,11 @@ import triton
 import triton.language as tl
 
 
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """What a launch is told; Triton's interpreter knows no such option."""
+    return {"launch_pdl": True} if pdl else {}
+
+
 @triton.jit
 def wait(PDL: tl.constexpr):
     """Wait until all that earlier kernels wrote can be seen."""

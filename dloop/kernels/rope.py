@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dloop.kernels.pdl import release, wait
+from dloop.kernels.pdl import launch_options, release, wait
 from dloop.kernels.shapes import Heads, HeadWeights, Place, Store
 
 
@@ -96,6 +96,6 @@ def launch(parts: Tensor, weights: HeadWeights, heads: Heads, place: Place, stor
         parts, bias, query_gain, key_gain, heads.frequency, place.slot, place.index, place.position, q, store.k,
         store.v, count, store.k.shape[2], store.k.stride(0), heads.scaling, QUERIES=heads.queries, KEYS=heads.keys,
         HALF=heads.dim // 2, HEADS=8, SPLIT=split, BIAS=weights.bias is not None, NORM=weights.query_gain is not None,
-        EPS=heads.eps, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        EPS=heads.eps, PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return q
