@@ -1,0 +1,86 @@
+"""The fewest bytes and operations of each piece of work: every input read once; weights that sit in a loop, each time.
+
+Embedding tables count by the rows looked up, a tied head as the head it is.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple, cast
+
+from torch import Tensor, nn
+
+from dloop.drafters.block import BlockDrafter, Layer
+from dloop.drafters.dspark import DSpark
+from dloop.targets.hf import HFTarget
+
+
+class Cost(NamedTuple):
+    """What cannot be avoided."""
+
+    num_bytes: float
+    flop: float
+
+    def __add__(self, other: "Cost") -> "Cost":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Cost(self.num_bytes + other.num_bytes, self.flop + other.flop)
+
+
+def product(weights: Iterable[Tensor], rows: int) -> Cost:
+    """Weights read once and multiplied with `rows` rows; vectors (norms, biases) are read only."""
+    found = list(weights)
+    matrices = sum(weight.numel() for weight in found if weight.ndim > 1)
+    return Cost(sum(weight.numel() * weight.itemsize for weight in found), 2.0 * matrices * rows)
+
+
+def moved(elements: int, like: Tensor) -> Cost:
+    """Elements read or written, and not computed with."""
+    return Cost(elements * like.itemsize, 0.0)
+
+
+def verify_cost(target: HFTarget, rows: int, context: int) -> Cost:
+    """One target forward over `rows` rows of one sequence."""
+    config, vocabulary = target.config, target.vocabulary
+    head_dim = config.head_dim
+    kv_width = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    layers = [weight for name, weight in target.backbone.named_parameters() if "embed_tokens" not in name]
+    pairs = rows * context + rows * (rows + 1) // 2  # every row sees the context, the rows before it, and itself
+    attention = 4.0 * pairs * config.num_hidden_layers * config.num_attention_heads * head_dim
+    return (
+        product([*layers, vocabulary.head], rows)
+        + moved(kv_width * (context + rows) + rows * target.hidden_size, vocabulary.head)
+        + Cost(0.0, attention)
+    )
+
+
+def stage_cost(drafter: BlockDrafter, context: int) -> Cost:
+    """One stage over `context` stored rows: the block's layers, the head, and one pass of the Markov head a token."""
+    config, model, vocabulary = drafter.config, cast(DSpark, drafter.model), drafter.vocabulary
+    rows, markov = config.block_size, model.markov_head
+    assert markov is not None
+    layers = [weight for layer in layers_of(drafter) for weight in layer.parameters()]
+    pass_cost = product([markov.markov_w2.weight], 1) + moved(config.markov_rank, vocabulary.head)
+    kv_width = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    attention = 4.0 * rows * (context + rows) * config.num_layers * config.num_heads * config.head_dim
+    return (
+        product([*layers, model.norm.weight, vocabulary.head], rows)
+        + Cost(pass_cost.num_bytes * rows, pass_cost.flop * rows)
+        + moved(kv_width * context + rows * config.hidden_size, vocabulary.head)
+        + Cost(0.0, attention)
+    )
+
+
+def extend_cost(drafter: BlockDrafter, rows: int) -> Cost:
+    """Context rows of verified positions: the fused taps, and every layer's keys and values."""
+    config, model = drafter.config, drafter.model
+    fused = [model.fc.weight, model.hidden_norm.weight]
+    stored = [
+        weight
+        for layer in layers_of(drafter)
+        for part in (layer.self_attn.k_proj, layer.self_attn.v_proj, layer.self_attn.k_norm)
+        for weight in part.parameters()
+    ]
+    kv_width = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return product([*fused, *stored], rows) + moved(rows * (model.fc.in_features + kv_width), model.fc.weight)
+
+
+def layers_of(drafter: BlockDrafter) -> list[Layer]:
+    """The backbone's layers."""
+    return [layer for layer in cast(nn.ModuleList, drafter.model.layers) if isinstance(layer, Layer)]

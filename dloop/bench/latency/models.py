@@ -1,0 +1,115 @@
+"""Models of a shape with random weights, built on the device they stay on: no checkpoint, no copy.
+
+Source of the drafter's sizes: DeepSpec's DSpark releases for Qwen3-4B and 8B (five layers, rank 256, blocks of 7).
+"""
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from dloop.bench.latency.shapes import Shape, taps_of
+from dloop.drafters.block import BlockDrafter
+from dloop.drafters.config import DSparkConfig
+from dloop.drafters.dspark import DSpark
+from dloop.errors import UserError
+from dloop.fast.drafter import FastBlockDrafter
+from dloop.fast.target import FastTarget
+from dloop.targets.hf import HFTarget
+
+BLOCK_SIZE, MARKOV_RANK = 7, 256
+
+
+class Pair(NamedTuple):
+    """A target and a drafter for it, as twins and on the fast path: one set of weights."""
+
+    target: HFTarget
+    drafter: BlockDrafter
+    fast_target: FastTarget | None  # None: the fast path does not compute this one
+    fast_drafter: FastBlockDrafter | None
+    reason: str | None  # why there is no fast path
+
+
+def random_pair(shape: Shape, device: torch.device, dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> Pair:
+    """Both models, seeded. The twins' weights become views of the fast path's."""
+    target = random_target(shape, device, dtype)
+    drafter = random_drafter(shape, target, block_size)
+    try:
+        return Pair(target, drafter, FastTarget.of(target), FastBlockDrafter.of(drafter), None)
+    except UserError as error:
+        return Pair(target, drafter, None, None, str(error))
+
+
+def random_target(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> HFTarget:
+    """A target that never stops."""
+    config = AutoConfig.for_model(  # pyright: ignore[reportUnknownMemberType]
+        shape.kind,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.positions,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=shape.is_tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with device:
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")  # pyright: ignore[reportUnknownMemberType]
+    model = cast(PreTrainedModel, built).eval().requires_grad_(False)
+    fill(model, seed)
+    return HFTarget(name=f"{shape.name} with random weights", model=model, stop_ids=frozenset())
+
+
+def drafter_config(shape: Shape, block_size: int = BLOCK_SIZE) -> DSparkConfig:
+    """The published DSpark design at this target's width."""
+    return DSparkConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=shape.drafter_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        rms_norm_eps=1e-6,
+        rope_theta=shape.rope_theta,
+        max_positions=shape.positions,
+        attention_bias=False,
+        block_size=block_size,
+        label_shift=0,
+        mask_token_id=shape.vocab_size - 1,
+        target_layer_ids=taps_of(shape),
+        num_target_layers=shape.num_layers,
+        markov_rank=MARKOV_RANK,
+        markov_head_type="vanilla",
+        confidence_head=True,
+        confidence_with_markov=True,
+    )
+
+
+def random_drafter(shape: Shape, target: HFTarget, block_size: int = BLOCK_SIZE) -> BlockDrafter:
+    """A DSpark drafter on the target's device, in its dtype, with its embedding and head."""
+    with torch.device("meta"):
+        model = DSpark(drafter_config(shape, block_size))
+    model = model.to(target.dtype).to_empty(device=target.device).eval().requires_grad_(False)
+    fill(model, seed=1)
+    name = f"dspark for {target.name}"
+    return BlockDrafter(name=name, family="dspark", model=model, vocabulary=target.vocabulary)
+
+
+@torch.no_grad()
+def fill(module: nn.Module, seed: int) -> None:
+    """Matrices keep the scale of their input, gains are 1, biases small: activations stay finite at any depth."""
+    generator = torch.Generator(next(module.parameters()).device).manual_seed(seed)
+    for name, weight in module.named_parameters():
+        if weight.ndim > 1:
+            weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
+        elif name.endswith("bias"):
+            weight.normal_(0, 0.02, generator=generator)
+        else:
+            weight.fill_(1)
