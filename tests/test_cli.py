@@ -51,6 +51,9 @@ OPTIONS = {
     "--mtp-k --dataset --data-dir --max-samples --chat --no-chat --json --no-json --debug --no-debug --output-dir "
     "--overwrite --no-overwrite",
     "report": "--results --name --compare --json --no-json --debug --no-debug --gain --markdown --plot",
+    "latency": "--shape --rows --context --repeats --dtype --device --seed --peers --replay --replay-rounds "
+    "--synthetic-acceptance --synthetic-stages --json --no-json --debug --no-debug --output --resume --no-resume "
+    "--plot",
     "train": "--target-model-path --target-model-backend --draft-init-path --draft-config-path --init-layers "
     "--train-data-path --chat-template --strict-data --no-strict-data --max-length --output-dir --resume --no-resume "
     "--num-epochs --max-steps --batch-size --accumulation-steps --learning-rate --warmup-ratio --max-grad-norm "

@@ -113,7 +113,9 @@ def build(command: type[object], prog: str) -> Parser:
 
 def default_of(item: "Field[object]") -> str:
     shown = {True: "on", False: "off"}[item.default] if isinstance(item.default, bool) else item.default
-    return "" if shown in (MISSING, None, ()) else f" (default: {shown})"
+    if isinstance(shown, tuple):  # as it is typed
+        shown = ",".join(map(str, cast(tuple[object, ...], shown)))
+    return "" if shown in (MISSING, None, "") else f" (default: {shown})"
 
 
 def read_flag(hint: object, text: str) -> object:

@@ -30,6 +30,7 @@ COMMANDS = {
     "generate": Entry("dloop.cli.generate", "answer one prompt, and tell how the text came about"),
     "bench": Entry("dloop.cli.bench", "measure acceptance and speed on the paper's eight benchmarks"),
     "report": Entry("dloop.cli.report", "tell what was measured: tables, means, intervals, comparisons, a picture"),
+    "latency": Entry("dloop.cli.latency", "time forwards, stages and rounds of a named shape against their floors"),
     "check": Entry("dloop.cli.check", "certify that a pair is lossless, and tell arithmetic from faults"),
     "chat": Entry("dloop.cli.chat", "talk with a target in the terminal"),
     "train": Entry("dloop.cli.train", "train a drafter for a target, loop stage included"),

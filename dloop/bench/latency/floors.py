@@ -6,7 +6,7 @@ Embedding tables count by the rows looked up, a tied head as the head it is.
 from collections.abc import Iterable
 from typing import NamedTuple, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dloop.drafters.block import BlockDrafter, Layer
 from dloop.drafters.dspark import DSpark
@@ -52,8 +52,9 @@ def verify_cost(target: HFTarget, rows: int, context: int) -> Cost:
 
 def stage_cost(drafter: BlockDrafter, context: int) -> Cost:
     """One stage over `context` stored rows: the block's layers, the head, and one pass of the Markov head a token."""
-    config, model, vocabulary = drafter.config, cast(DSpark, drafter.model), drafter.vocabulary
-    rows, markov = config.block_size, model.markov_head
+    model, vocabulary = cast(DSpark, drafter.model), drafter.vocabulary
+    config, markov = model.config, model.markov_head
+    rows = config.block_size
     assert markov is not None
     layers = [weight for layer in layers_of(drafter) for weight in layer.parameters()]
     pass_cost = product([markov.markov_w2.weight], 1) + moved(config.markov_rank, vocabulary.head)
@@ -83,4 +84,4 @@ def extend_cost(drafter: BlockDrafter, rows: int) -> Cost:
 
 def layers_of(drafter: BlockDrafter) -> list[Layer]:
     """The backbone's layers."""
-    return [layer for layer in cast(nn.ModuleList, drafter.model.layers) if isinstance(layer, Layer)]
+    return [layer for layer in drafter.model.layers if isinstance(layer, Layer)]

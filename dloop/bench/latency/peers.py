@@ -1,11 +1,12 @@
 """Other drafting tools on the same weights, prompt and machine, through their own public entry points.
 
 Peers: transformers' assisted generation and prompt lookup, dflash 0.1.0 (`dflash_generate`), flashspec 0.3.1
-(`SpeculativeEngine`). Nothing of theirs is kept here; what is not installed is reported with the command that installs it.
+(`SpeculativeEngine`). Nothing of theirs is kept here; for what is not installed, the command that installs it is told.
 """
 
 import importlib
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NamedTuple, cast
@@ -57,6 +58,7 @@ class Setting(NamedTuple):
 
 def compare(setting: Setting, names: Sequence[PeerName]) -> dict[str, Json]:
     """Every contender's time a round and a token; random weights accept next to nothing, so rounds compare best."""
+    warnings.simplefilter("ignore", FutureWarning)  # of transformers, at how older tools call it
     found: dict[str, Json] = {name: attempt(generate, setting) for name, generate in ours(setting).items()}
     for name in names:
         try:
@@ -89,11 +91,12 @@ def pace(generate: Generate, device: torch.device) -> dict[str, Json]:
         "ms_per_round": taken / rounds,
         "ms_per_token": taken / (ran.tokens - first.tokens),
         "tokens_per_round": (ran.tokens - first.tokens) / rounds,
-        "quartiles_ms": [many.low - one.median, many.high - one.median],
+        "quartiles_ms_per_round": [(bound - one.median) / rounds for bound in (many.low, many.high)],
     }
 
 
 def timed(generate: Generate, count: int, device: torch.device) -> Spread:
+    """Milliseconds of a generation, prefill included."""
     return spread([elapsed_ms(lambda: generate(count), device) for _ in range(REPEATS)])
 
 
@@ -111,6 +114,8 @@ def ours(setting: Setting) -> dict[str, Generate]:
 
 
 def ours_on(setting: Setting, target: HFTarget, drafter: BlockDrafter | None) -> Generate:
+    """Our own loop; no drafter is plain decoding."""
+
     def generate(count: int) -> Ran:
         rounds = list(start(target, drafter, setting.prompt, Settings(max_new_tokens=count)))
         return Ran(1 + sum(len(round.emitted) for round in rounds), len(rounds))
@@ -152,6 +157,7 @@ def transformers_peer(setting: Setting) -> dict[str, Generate]:
 
 
 def hf_generate(setting: Setting, extra: dict[str, object]) -> Generate:
+    """The model's own greedy `generate` with these arguments more."""
     model: Any = setting.pair.target.model
     ids = setting.ids
 
@@ -200,7 +206,7 @@ def dflash_peer(setting: Setting) -> dict[str, Generate]:
 
 
 def flashspec_peer(setting: Setting) -> dict[str, Generate]:
-    """Its engine with its defaults: compiled on a GPU; drafts by the smallest shape of the vocabulary, else by lookup."""
+    """Its engine as it comes: compiled on a GPU; drafts by the smallest shape of the vocabulary, else by lookup."""
     engine: Any = importlib.import_module("flashspec.engine")
     package: Any = importlib.import_module("flashspec")
     logging.getLogger("flashspec").setLevel(logging.ERROR)
@@ -218,7 +224,9 @@ def flashspec_peer(setting: Setting) -> dict[str, Generate]:
     if least is not None:
         assistant = random_target(least, device, dtype, seed=2).model
         drafter = engine.HuggingFaceDrafter(least.name, device, dtype, temperature=0.0, model=assistant)
-    whole = package.SpeculativeEngine(config, [drafter], engine.TargetModel(target.name, device, dtype, model=target.model))
+    whole = package.SpeculativeEngine(
+        config, [drafter], engine.TargetModel(target.name, device, dtype, model=target.model)
+    )
     ids = setting.ids
 
     def generate(count: int) -> Ran:

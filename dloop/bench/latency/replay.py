@@ -5,7 +5,7 @@ computed, and the judge's own choice too, so a replay costs what the decode cost
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from dloop.bench.decode import clock
 from dloop.bench.latency.models import Pair
 from dloop.bench.latency.rounds import Script, Scripts, Step
+from dloop.bench.latency.timing import spread
 from dloop.gate import FixedGate
 from dloop.judge import Match
 from dloop.loop import Limits, Session, decode, run_one
@@ -74,6 +75,14 @@ class Played(NamedTuple):
     rounds: list[Round]
 
 
+class Turn(NamedTuple):
+    """A response through one loop, and the same context decoded plainly."""
+
+    loop: str
+    played: Played
+    plain: Played
+
+
 class Work(NamedTuple):
     """What was computed."""
 
@@ -88,6 +97,7 @@ class Pace:
     """One loop's time, over all responses and passes."""
 
     ms_per_round: float
+    quartiles_ms_per_round: list[float]  # over responses and passes
     plain_ms_per_token: float
     tokens_per_round: float
     work: Work  # of one pass
@@ -123,32 +133,32 @@ def sessions(pair: Pair, capacity: int) -> dict[str, Session]:
     return found
 
 
-def replay(pair: Pair, scripts: Scripts, seed: int) -> dict[str, Pace]:
-    """Play all responses through both loops in turns; a first pass, which captures and compiles, is not counted."""
+def replay(pair: Pair, scripts: Scripts, seed: int) -> Iterator[list[Turn]]:
+    """Play all responses through both loops in turns; a first pass, which captures and compiles, gives nothing."""
     device, loops = pair.target.device, sessions(pair, scripts.longest)
     generator = torch.Generator().manual_seed(seed)
-    played: dict[str, list[Played]] = {name: [] for name in loops}
-    plain: dict[str, list[Played]] = {name: [] for name in loops}
-    for turn in range(1 + PASSES):
+    for index in range(1 + PASSES):
         for script in scripts.responses:
             prompt = torch.randint(pair.target.vocab_size, (script.context,), generator=generator).tolist()
             short = Script(script.context, script.steps[:PLAIN_ROUNDS])
-            for name, session in loops.items():
-                both = play(session, script, prompt, device), play(Session(session.target, None), short, prompt, device)
-                if turn > 0:
-                    played[name].append(both[0])
-                    plain[name].append(both[1])
-    return {name: pace(played[name], plain[name]) for name in loops}
+            turns = [
+                Turn(name, play(loop, script, prompt, device), play(loop._replace(drafter=None), short, prompt, device))
+                for name, loop in loops.items()
+            ]
+            yield turns if index > 0 else []
 
 
-def pace(played: Sequence[Played], plain: Sequence[Played]) -> Pace:
-    """Sums over all responses: a long one counts by its rounds."""
-    rounds = [round for one in played for round in one.rounds]
+def pace(turns: Sequence[Turn]) -> Pace:
+    """Sums over all responses of one loop: a long one counts by its rounds."""
+    rounds = [round for turn in turns for round in turn.played.rounds]
     work = work_of(rounds)
-    tokens = sum(len(one.rounds) for one in plain)
+    each = spread([1000 * turn.played.seconds / len(turn.played.rounds) for turn in turns])
     return Pace(
-        ms_per_round=1000 * sum(one.seconds for one in played) / len(rounds),
-        plain_ms_per_token=1000 * sum(one.seconds for one in plain) / tokens,
+        ms_per_round=1000 * sum(turn.played.seconds for turn in turns) / len(rounds),
+        quartiles_ms_per_round=[each.low, each.high],
+        plain_ms_per_token=1000
+        * sum(turn.plain.seconds for turn in turns)
+        / sum(len(turn.plain.rounds) for turn in turns),
         tokens_per_round=1 + work.accepted / work.rounds,
         work=Work(*(count // PASSES for count in work)),
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,7 +53,9 @@ def read_scripts(path: Path, most_rounds: int) -> Scripts:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"--replay {path} cannot be read ({error.strerror}); give a rounds.jsonl of dloop bench") from error
+        raise UserError(
+            f"--replay {path} cannot be read ({error.strerror}); give a rounds.jsonl of dloop bench"
+        ) from error
     found = read_samples(data)
     if found.good_bytes < len(data) or not found.samples:
         raise UserError(
@@ -86,12 +89,21 @@ def step_of(record: RoundJson, path: Path) -> Step:
     return Step(len(record["stages"]), record["accepted"])
 
 
-def drawn_scripts(chance: float, stages: int, stage_len: int, contexts: Sequence[int], rounds: int, seed: int) -> Scripts:
-    """Rounds of `stages` stages whose tokens are right with this chance each, up to the first wrong one."""
-    generator = np.random.default_rng(seed)
+class Chance(NamedTuple):
+    """How acceptance is drawn."""
+
+    token: float  # chance of each drafted token, as long as all before it were right
+    stages: int  # of each round
+    rounds: int  # after each context
+    seed: int
+
+
+def drawn_scripts(chance: Chance, stage_len: int, contexts: Sequence[int]) -> Scripts:
+    """Rounds that nobody decoded."""
+    generator = np.random.default_rng(chance.seed)
     scripts: list[Script] = []
     for context in contexts:
-        right = generator.random((rounds, stages * stage_len)) < chance
-        accepted = right.cumprod(1).sum(1).tolist()
-        scripts.append(Script(context, [Step(stages, count) for count in accepted]))
+        right = generator.random((chance.rounds, chance.stages * stage_len)) < chance.token
+        accepted: list[int] = right.cumprod(1).sum(1).tolist()
+        scripts.append(Script(context, [Step(chance.stages, count) for count in accepted]))
     return Scripts(scripts, stage_len)

@@ -1,7 +1,7 @@
 """Named shapes: the numbers of published models, without their weights. Imports no torch.
 
 Source: config.json of each model on the Hugging Face hub (Qwen/Qwen3-*, Qwen/Qwen2.5-7B-Instruct,
-meta-llama/Llama-3.1-8B, HuggingFaceTB/SmolLM2-*); the parameter counts are those the hub shows, tied heads counted once.
+meta-llama/Llama-3.1-8B, HuggingFaceTB/SmolLM2-*); parameter counts are those the hub shows, tied heads counted once.
 """
 
 import difflib
