@@ -184,6 +184,13 @@ def test_what_the_fast_path_does_not_compute_stays_on_the_twin(caplog):
     assert on_engine(tiny_target(), "auto").engine == "fast"
 
 
+def test_another_activation_stays_on_the_twin():
+    twin = tiny_target("llama")
+    twin.model.config.hidden_act = "gelu"
+    with pytest.raises(UserError, match="hidden_act='gelu' is not on the fast path"):
+        on_engine(twin, "fast")
+
+
 def test_exact_is_refused_where_it_is_not_offered():
     target = FastTarget.of(tiny_target())
     with pytest.raises(UserError, match="exact=True needs the fast path's kernels"):

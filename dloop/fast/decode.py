@@ -87,6 +87,7 @@ class Decoder:
         self.memory.make_room(self.live - 1, rows)
         if self.memory.graphs.enabled and self.captured is not self.memory.store.keys:
             kept = self.block.clone(), self.alive.clone()
+            self.step.zero_()  # capturing takes a step
             self.graph = self.memory.graphs.capture(self._step)[0]
             self.block.copy_(kept[0])
             self.alive.copy_(kept[1])

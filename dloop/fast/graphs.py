@@ -36,6 +36,7 @@ class Graphs:
     def clear(self) -> None:
         """Forget all graphs: the tensors they write to have moved."""
         self._captured.clear()
+        self._pool = torch.cuda.graph_pool_handle() if self.enabled else None  # the old one dies with its graphs
 
     def __call__(self, key: Hashable, block: Integers, fn: Callable[[Int[Tensor, " n"]], T], empty: Integers) -> T:
         """fn(block on the device). `empty` is a block of the same layout that touches no memory, to capture with."""

@@ -49,4 +49,4 @@ def kernel_ops(columns: int) -> Ops:
     """The kernels, with attention tiles of this many columns."""
     from dloop.fast.fused import TritonOps
 
-    return TritonOps(columns)
+    return TritonOps(columns, pdl=torch.cuda.is_available())

@@ -82,6 +82,8 @@ def gain_of(norm: object) -> Float[Tensor, " D"]:
 def target_stack(target: HFTarget) -> Stack:
     """The layers of a Qwen3-, Qwen2- or Llama-like target. Raises UserError for what the fast path does not compute."""
     config, backbone = target.config, target.backbone
+    if getattr(config, "hidden_act", "silu") != "silu":
+        raise UserError(f"{target.name}: hidden_act={config.hidden_act!r} is not on the fast path; use --engine twin")
     windows = getattr(config, "layer_types", None) or []
     if any(kind != "full_attention" for kind in windows):
         raise UserError(f"{target.name}: sliding-window layers are not on the fast path; use --engine twin")
