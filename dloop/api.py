@@ -134,7 +134,8 @@ def generate(
         max_stages: most drafting stages before a verification.
         temperature, top_k, top_p, seed: 0 is greedy; without a seed a fresh one is drawn and recorded.
         verify: with a temperature, "match" (the text of plain sampling with the same seed, token for token), "reject"
-            (speculative sampling: the law of the text) or "auto" (reject).
+            (speculative sampling: the law of the text) or "auto" (reject; match where a stage's rows do not see one
+            another's tokens, as in DFlash).
         stop_token_ids: "model" takes the target's own.
         tree_budget, stage_tree_budget, topk_k, tree_width, tree_beta, draft_depth, mtp_k: for the families that have
             them; a value the family cannot honour is refused.

@@ -80,7 +80,7 @@ def on_engine(twin: HFTarget, engine: Engine) -> HFTarget:
     except UserError as error:
         if engine == "fast":
             raise
-        log.warning("%s", error)
+        log.warning("the slow twin decodes: %s", error)
         return twin
 
 
@@ -174,7 +174,7 @@ def drafter_like(target: HFTarget, twin: BlockDrafter) -> BlockDrafter:
     try:
         return FastBlockDrafter.of(twin)
     except UserError as error:
-        log.warning("%s", error)
+        log.warning("the slow twin decodes: %s", error)
         return twin
 
 

@@ -81,9 +81,7 @@ def salt(seed: int, stream: int = TARGET_STREAM) -> int:
     return _as_int64(_mix_int(seed ^ _mix_int(stream)))
 
 
-def salted_uniform(
-    salts: Int[Tensor, " n"], positions: Int[Tensor, " n"], vocab_size: int
-) -> Float64[Tensor, "n V"]:
+def salted_uniform(salts: Int[Tensor, " n"], positions: Int[Tensor, " n"], vocab_size: int) -> Float64[Tensor, "n V"]:
     """`uniform` for rows that each have a seed of their own."""
     tokens = torch.arange(vocab_size, dtype=torch.int64, device=positions.device)
     row = _mix(positions.to(torch.int64) + salts)

@@ -387,6 +387,12 @@ def words_of(tiny: test_cli.Folders) -> list[str]:
     return ["check", "--model", str(tiny.target), "--draft-model", str(tiny.drafter), *SMALL]
 
 
+def test_a_certificate_that_cannot_be_written_costs_no_verdict(tiny, capsys):
+    assert entry([*words_of(tiny), "--output", "/proc/certificate.json"]) == 2  # nobody can write there
+    out, err = capsys.readouterr()
+    assert "lossless" in out and "/proc/certificate.json cannot be written" in err and len(err.splitlines()) <= 2
+
+
 def test_a_certificate_is_one_document(tiny, capsys, tmp_path):
     file = tmp_path / "certificate.json"
     assert entry([*words_of(tiny), "--json", "--output", str(file)]) == 0

@@ -30,22 +30,26 @@ VOCAB = 260  # 256 bytes and a few special tokens
 ANSWER = "漢字 and 🙂 naïve"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 OPTIONS = {
-    "demo": "--loop-gate --max-new-tokens --prompts --dtype --device --engine --model --draft-model --json --no-json --debug "
+    "demo": "--loop-gate --max-new-tokens --prompts --dtype --device --engine --model --draft-model --json "
+    "--no-json --debug "
     "--no-debug",
     "generate": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
     "--loop-gate --gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p "
     "--seed --verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta "
     "--draft-depth --mtp-k --prompt --prompt-file --prompt-ids --messages --chat --no-chat --json --no-json --debug "
     "--no-debug --trace --no-trace",
-    "check": "--model --draft-model --dtype --device --engine --revision --draft-revision --prompt --max-new-tokens --loop-gate "
+    "check": "--model --draft-model --dtype --device --engine --revision --draft-revision --prompt --max-new-tokens "
+    "--loop-gate "
     "--max-stages --temperature --seed --json --no-json --debug --no-debug --output",
-    "chat": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision --loop-gate "
+    "chat": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
+    "--loop-gate "
     "--gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
     "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
     "--mtp-k --system --json --no-json --debug --no-debug --trace --no-trace",
     "export": "--draft-model --model --layout --output-dir --max-shard-bytes --overwrite --no-overwrite --revision "
     "--draft-revision --json --no-json --debug --no-debug",
-    "bench": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision --loop-gate "
+    "bench": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
+    "--loop-gate "
     "--gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
     "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
     "--mtp-k --dataset --data-dir --max-samples --chat --no-chat --json --no-json --debug --no-debug --output-dir "

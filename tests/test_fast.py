@@ -14,8 +14,10 @@ from dloop.drafters.gap import READINGS
 from dloop.errors import UserError
 from dloop.fast import decode as fast_decode
 from dloop.fast.drafter import FastBlockDrafter
+from dloop.fast.ops import supports
 from dloop.fast.target import FastTarget
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS
+from dloop.kernels.shapes import Heads
 from dloop.load import drafter_like, on_engine
 from dloop.sampling import sample_seed
 from dloop.settings import Settings, sampling_of
@@ -189,6 +191,19 @@ def test_another_activation_stays_on_the_twin():
     twin.model.config.hidden_act = "gelu"
     with pytest.raises(UserError, match="hidden_act='gelu' is not on the fast path"):
         on_engine(twin, "fast")
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "dim", "offered"),
+    [(32, 8, 128, True), (64, 1, 64, True), (66, 1, 64, False), (32, 8, 80, False), (4, 2, 8, False)],
+)
+def test_the_kernels_are_offered_where_a_group_of_heads_fits(monkeypatch, queries, keys, dim, offered):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    heads = Heads(queries=queries, keys=keys, dim=dim, eps=1e-6, frequency=torch.ones(dim // 2), scaling=1.0)
+    assert supports(torch.bfloat16, torch.device("cuda"), heads) == offered
+    assert not supports(torch.float32, torch.device("cuda"), heads)
+    assert not supports(torch.bfloat16, torch.device("cpu"), heads)
 
 
 def test_exact_is_refused_where_it_is_not_offered():

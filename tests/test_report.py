@@ -378,6 +378,14 @@ SPOILT = {
     "setting": (lambda f: edit(f, setting={"temperature": 0.0}), "setting.top_k, setting.top_p"),
     "no rounds": (lambda f: (f / "rounds.jsonl").unlink(), "has a summary.json but no rounds.jsonl"),
     "cut off": (lambda f: spoil_rounds(f, lambda data: data[:-9]), "does not hold the samples of its summary"),
+    "a field missing": (
+        lambda f: spoil_rounds(f, lambda data: data.replace(b'"num_tokens"', b'"num_token"', 1)),
+        "holds damaged records (KeyError: 'num_tokens')",
+    ),
+    "a field ill-typed": (
+        lambda f: spoil_rounds(f, lambda data: data.replace(b'"accepted": ', b'"accepted": [], "was": ', 1)),
+        "holds damaged records (TypeError",
+    ),
     "other samples": (lambda f: edit(f, samples=[0, 1]), "does not hold the samples of its summary"),
     "another tau": (lambda f: edit(f, acceptance_length=9.5), "summary.json tells 9.5"),
     "under way": (lambda f: (f / "parts").mkdir(), "holds a run under way"),

@@ -205,7 +205,7 @@ def test_ctrl_c_before_the_first_character_forgets_the_line(words, capsys):
         yield next(stream._events)  # the first of three bytes of a character
         raise KeyboardInterrupt
 
-    stopped = type(stream)(events(), None)
+    stopped = type(stream)(events(), None, exact=False)
     conversation.begin = lambda text: stopped
     conversation.answer("one", quiet=False)
     out, err = capsys.readouterr()

@@ -128,6 +128,17 @@ def read_results(folders: Sequence[str]) -> list[Result]:
 
 def read_result(folder: Path) -> Result:
     """One run. Raises UserError where its two files are damaged or contradict each other."""
+    try:
+        return read_pair(folder)
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:  # a field of a record that is missing or of another type
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise UserError(f"{folder} holds damaged records ({what}); measure it again with dloop bench") from error
+
+
+def read_pair(folder: Path) -> Result:
+    """A run's summary and rounds, held against each other."""
     summary = read_summary(folder / "summary.json")
     path = folder / "rounds.jsonl"
     if not path.is_file():

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from rich.console import Console
 
 from dloop.api import collect, start
-from dloop.bench.store import write
+from dloop.bench.reporting import save
 from dloop.certificate.certify import certify, count_findings
 from dloop.certificate.findings import DTypeName, Fault, Finding, Pair, Plan
 from dloop.chat import Tokenizer, load_tokenizer
@@ -50,14 +50,14 @@ def certificate(command: Command, drafter_name: str) -> int:
     started = time.perf_counter()
     done = try_pair(command, drafter_name, started)
     whole = dumps(document(command, done)) if command.json or command.output else ""
-    if command.output is not None:
-        write(command.output, whole + "\n")
     if command.json:
         print(whole)
     else:
         report(Console(highlight=False), done)
     for fault in done.faults:
         print(f"dloop check: fault: {sentence(done, fault)}", file=sys.stderr)
+    if command.output is not None:  # last: a file that cannot be written must not cost the verdict
+        save(command.output, whole + "\n")
     return 1 if done.faults else 0
 
 

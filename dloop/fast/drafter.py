@@ -73,7 +73,7 @@ class FastBlockMemory(Leased):
         self.drafter = drafter
         self.store = Memory.empty(drafter.stack, slots, context)
         device, dtype = drafter.vocabulary.embedding.device, drafter.vocabulary.embedding.dtype
-        self.kernels = supports(dtype, device, drafter.stack.heads.dim)
+        self.kernels = supports(dtype, device, drafter.stack.heads)
         self.graphs = Graphs(device, enabled=self.kernels)
         self.features = drafter.stack.gain.new_zeros(MOST_GRAPHED, drafter.model.fc.weight.shape[1])
         config = drafter.config  # one slot more takes the rows that nobody reads

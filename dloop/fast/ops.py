@@ -12,6 +12,8 @@ from dloop.fast.rows import RowBatch
 from dloop.kernels.shapes import Heads, HeadWeights, Store
 from dloop.types import Vocabulary
 
+MOST_COLUMNS = 64  # (row, query head) pairs of one attention tile
+
 
 @runtime_checkable
 class Ops(Protocol):
@@ -38,11 +40,15 @@ class Ops(Protocol):
     ) -> Float64[Tensor, "S 3 k"]: ...
 
 
-def supports(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
-    """Whether the kernels can be used: bfloat16 on a Hopper GPU or newer, heads of a power of two, Triton installed."""
+def supports(dtype: torch.dtype, device: torch.device, heads: Heads) -> bool:
+    """Whether the kernels can be used: bfloat16 on a Hopper GPU or newer, Triton installed, heads of a power of two,
+    and a group of query heads that fits an attention tile.
+    """
     if device.type != "cuda" or dtype != torch.bfloat16 or importlib.util.find_spec("triton") is None:
         return False
-    return torch.cuda.get_device_capability(device) >= (9, 0) and head_dim & (head_dim - 1) == 0 and head_dim >= 16
+    if heads.dim < 16 or heads.dim & (heads.dim - 1) or heads.queries > MOST_COLUMNS * heads.keys:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def kernel_ops(columns: int) -> Ops:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from dloop.fast.graphs import Graphs
 from dloop.fast.lease import Leased, lease
-from dloop.fast.ops import Ops, kernel_ops, supports
+from dloop.fast.ops import MOST_COLUMNS, Ops, kernel_ops, supports
 from dloop.fast.plain import PlainOps
 from dloop.fast.rows import Layout, Run, blank, bucket_of, pack_rows, runs_of
 from dloop.fast.stack import Memory, PrefillOps, run_stack
@@ -53,7 +53,7 @@ class FastTarget(HFTarget):
     @property
     def is_exact(self) -> bool:
         """Whether a row's logits never depend on the other rows of its forward."""
-        return supports(self.dtype, self.device, self.stack.heads.dim)
+        return supports(self.dtype, self.device, self.stack.heads)
 
     def open(self, taps: tuple[int, ...] = (), slots: int = 1, context: int = START_CONTEXT) -> "TargetSession":
         """Memory for one session, at first of this size; stores and graphs of ended sessions are taken over."""
@@ -149,8 +149,8 @@ class Columns:
 def columns_of(heads: Heads, rows: int) -> Columns:
     """Columns enough for a run's rows and its padded group of heads: 16, or 64 in pieces."""
     group = 1 << (heads.queries // heads.keys - 1).bit_length()
-    count = 16 if rows * group <= 16 else 64
-    return Columns(count=count, rows=max(1, count // group))
+    count = 16 if rows * group <= 16 else MOST_COLUMNS
+    return Columns(count=count, rows=count // group)
 
 
 def parents_of(rows: Rows, run: Run) -> list[int]:

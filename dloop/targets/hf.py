@@ -81,7 +81,7 @@ class HFTarget:
     @property
     def attention(self) -> str:
         """The attention backend, for the records."""
-        return str(self.config._attn_implementation)
+        return str(getattr(self.config, "_attn_implementation", None))
 
     @property
     def is_exact(self) -> bool:

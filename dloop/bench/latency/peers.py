@@ -78,7 +78,7 @@ def attempt(generate: Generate, setting: Setting) -> dict[str, Json]:
     try:
         generate(NEW_TOKENS)  # warm
         return {"status": "ok", **pace(generate, device)}
-    except Exception as error:
+    except Exception as error:  # whatever another tool raises is a line of the report
         return {"status": f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
