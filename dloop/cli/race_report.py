@@ -222,6 +222,8 @@ def document(pair: Pair, command: Command, done: Race) -> dict[str, object]:
         "hardware": hardware(target.device),
         "dtype": command.dtype,
         "device": str(target.device),
+        "engine": target.engine,
+        "attention": target.attention,
     }
 
 
