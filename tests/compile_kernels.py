@@ -9,8 +9,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from dloop.fast import fused
 from dloop.kernels import attention, linear, markov, norm, rope
-from dloop.kernels.shapes import SPLIT
+from dloop.kernels.shapes import GROUP, KEYS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHAPE = dict(QUERIES=32, HEADS=8, D=128)  # attention of Qwen3-4B
@@ -34,12 +35,13 @@ def used(fn, spec: str, constants: dict, warps: int, stages: int) -> dict[str, i
 
 def main() -> None:
     found = {}
-    for rows, split, gated in ((16, 4, False), (128, 1, False), (64, 1, True)):
-        constants = dict(
-            N=2560, K=4096, STEPS=32 // split, ROWS=rows, WIDTH=64, DEPTH=128, GATED=gated, AHEAD=8, PDL=True
-        )
-        spec = f"x,w:*bf16 y:{'*fp32' if split > 1 else '*bf16'} rows:i32"
-        found[f"linear {rows} {split} {gated}"] = used(linear.linear_kernel, spec, constants, 4, 3)
+    for rows, out, depth, gated in ((16, 2560, 4096, False), (256, 6144, 2560, False), (64, 9728, 2560, True)):
+        tiling = fused.tiling_of(rows, out, depth, gated)
+        constants = dict(N=out, K=depth, STEPS=depth // tiling.depth // tiling.split, ROWS=tiling.rows, PDL=True)
+        constants |= dict(WIDTH=tiling.width, DEPTH=tiling.depth, GATED=gated, EVEN=True, AHEAD=8)
+        spec = f"x,w:*bf16 y:{'*fp32' if tiling.split > 1 else '*bf16'} rows:i32"
+        name = f"linear {rows} {tiling.split} {gated}"
+        found[name] = used(linear.linear_kernel, spec, constants, tiling.warps, tiling.stages)
     spec = "residual:*bf16 parts:*fp32 weight,normed:*bf16 rows:i32"
     constants = dict(D=2560, WIDTH=4096, SPLIT=4, EPS=1e-6, PDL=True)
     found["norm"] = used(norm.add_norm_kernel, spec, constants, 8, 1)
@@ -50,19 +52,26 @@ def main() -> None:
     for queries in (32, 0):
         constants = dict(QUERIES=queries, KEYS=8, HALF=64, HEADS=8, SPLIT=2, BIAS=True, NORM=True, EPS=1e-6, PDL=True)
         found[f"rope {queries}"] = used(rope.rope_kernel, spec, constants, 4, 1)
-    spec = "q,k,v:*bf16 visible,table,count,ancestors:*i32 out,top,mass:*fp32 rows,capacity,depth:i32 scale:fp32"
-    for columns, tree in ((16, False), (64, True)):
-        constants = SHAPE | dict(GROUP=4, COLUMNS=columns, SPLIT=SPLIT, KEYS=attention.KEYS, TREE=tree, PDL=True)
-        found[f"attend {columns} {tree}"] = used(attention.attend_kernel, spec, constants, 4, 2)
-    constants = dict(QUERIES=32, D=128, HEADS=4, SPLIT=SPLIT, PDL=True)
-    spec = "out,top,mass:*fp32 visible:*i32 y:*bf16 rows:i32"
-    found["combine"] = used(attention.combine_kernel, spec, constants, 4, 1)
-    spec = "logits,w1,w2:*bf16 tokens:*i64 best:*fp32 where:*i64 mass:*fp32 row,sequences:i32"
-    constants = dict(V=151936, RANK=256, BLOCK=7, COLUMNS=16, DEPTH=256, WIDTH=markov.WIDTH, PDL=True)
-    found["markov tile"] = used(markov.tile_kernel, spec, constants, 4, 2)
-    spec = "best:*fp32 where:*i64 mass:*fp32 tokens:*i64 logp:*fp32 row:i32"
-    constants = dict(BLOCK=7, TILES=1187, PADDED=2048, PDL=True)
-    found["markov pick"] = used(markov.pick_kernel, spec, constants, 4, 1)
+    spec = "q,k,v:*bf16 visible,table,count:*i32 out,top,mass:*fp32 rows,capacity:i32 scale:fp32"
+    for columns in (16, 64):
+        constants = SHAPE | dict(WIDTH=4, COLUMNS=columns, KEYS=KEYS, PDL=True)
+        found[f"attend {columns}"] = used(attention.attend_kernel, spec, constants, 4, 3)
+    constants = dict(QUERIES=32, D=128, KEYS=KEYS, GROUP=GROUP, PDL=True)
+    spec = "out,top,mass:*fp32 visible,count:*i32 y:*bf16 rows:i32"
+    found["combine"] = used(attention.combine_kernel, spec, constants, 1, 1)
+    constants = SHAPE | dict(COLUMNS=16, KEYS=KEYS, GROUP=GROUP, PDL=True)
+    spec = (
+        "q,k,v:*bf16 slot,visible,bases,ancestors,count:*i32 out,top,mass:*fp32 y:*bf16 "
+        "rows,capacity,depth:i32 scale:fp32"
+    )
+    found["tree"] = used(attention.combine_tree_kernel, spec, constants, 4, 2)
+    spec = "logits:*bf16 anchors:*i64 w1,w2:*bf16 best:*fp32 where:*i32 mass:*fp32 row,sequences:i32"
+    programs = dict(BLOCK=7, PROGRAMS=264, PADDED=512, PDL=True)
+    constants = programs | dict(V=151936, RANK=256, COLUMNS=16, DEPTH=256, WIDTH=markov.WIDTH)
+    found["markov row"] = used(markov.row_kernel, spec, constants, 4, 3)
+    found["markov finish"] = used(
+        markov.finish_kernel, "best:*fp32 where:*i32 mass:*fp32 out:*fp64 sequences:i32", programs, 4, 1
+    )
     print(json.dumps(found))
 
 

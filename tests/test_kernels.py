@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-MATRIX = ("linear", "attend", "markov tile")
+MATRIX = ("linear", "attend", "tree", "markov row")
 
 
 def test_the_kernels_compile_for_a_hopper_gpu(tmp_path):
@@ -20,11 +20,11 @@ def test_the_kernels_compile_for_a_hopper_gpu(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert len(found) == 11
+    assert len(found) == 12
     for name, counts in found.items():
         assert counts["griddepcontrol"] == 2, f"{name} does not overlap with its neighbours"
         assert (counts["wgmma.mma_async"] > 0) == name.startswith(MATRIX), f"{name}: {counts}"
         if name.startswith(("linear", "attend")):
             assert counts["cp.async.c"] > 0, f"{name} does not load ahead"
-        if name.startswith(("linear", "markov tile")):
+        if name.startswith(("linear", "markov row")):
             assert counts["prefetch"] > 0, f"{name} does not prefetch its weights"

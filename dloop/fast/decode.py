@@ -13,9 +13,9 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from dloop.fast.ops import kernel_ops
-from dloop.fast.rows import FIELDS, Integers, Layout, blank, bucket_of
+from dloop.fast.rows import FIELDS, TILE, Integers, Layout, blank, bucket_of, units_of
 from dloop.fast.target import SHORT_PROMPT, FastTarget, chain_rows, columns_of
-from dloop.kernels.shapes import NEVER, SPLIT
+from dloop.kernels.shapes import KEYS, NEVER
 from dloop.loop import Limits
 from dloop.sampling import process, salt, salted_gumbel
 from dloop.targets.hf import check_logits
@@ -75,11 +75,10 @@ class Decoder:
     def _empty(self) -> Integers:
         """Rows that stand nowhere; one attention tile a row, for good."""
         block, _ = blank(self.layout)
-        start = FIELDS * self.live
-        table = block[start : start + 6 * self.live].reshape(self.live, 6)
+        table = block[FIELDS * self.live : self.layout.counts].reshape(self.live, TILE)
         table[:, 0] = table[:, 2] = np.arange(self.live)
-        table[:, 1], table[:, 4], table[:, 5] = 1, NEVER, NEVER
-        block[start + 6 * self.layout.tiles] = self.live
+        table[:, 1], table[:, 3] = 1, NEVER
+        block[self.layout.counts] = self.live
         return block
 
     def _make_room(self, rows: int) -> None:
@@ -165,8 +164,8 @@ class Decoder:
         """EVERY steps, then a look: each text takes what it may."""
         longest = max(len(text.prompt.tokens) + len(text.tokens) for text in self.texts.values()) + EVERY
         self._make_room(longest)
-        splits = FIELDS * self.live + 6 * self.layout.tiles + 1
-        self.block[splits] = -(-longest // SPLIT)
+        units = torch.tensor(units_of(self.live, -(-longest // KEYS)), dtype=torch.int32)
+        self.block[self.layout.counts + 1 : self.layout.counts + 3] = units.to(self.block.device)
         self.step.zero_()
         for _ in range(EVERY):
             if self.graph is None:

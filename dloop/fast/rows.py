@@ -9,10 +9,11 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dloop.kernels.shapes import NEVER, SPLIT, Place, Tiles
+from dloop.kernels.shapes import FILL, GROUP, KEYS, NEVER, Place, Tiles
 from dloop.types import Rows
 
-FIELDS = 6  # token, slot, index, position, visible, state
+FIELDS = 7  # token, slot, index, position, visible, state, base
+TILE = 4  # integers that describe a tile
 Integers = NDArray[np.int32]
 
 
@@ -54,22 +55,22 @@ class Layout:
     tree: bool
 
     @property
-    def tiles(self) -> int:
-        return 2 * self.rows if self.tree else self.rows
+    def counts(self) -> int:
+        """Where the three counts of `Tiles` stand."""
+        return (FIELDS + TILE) * self.rows
 
     @property
     def size(self) -> int:
-        return FIELDS * self.rows + 6 * self.tiles + 2 + (self.rows**2 if self.tree else 0)
+        return self.counts + 3 + (self.rows**2 if self.tree else 0)
 
     def views(self, block: Int[Tensor, " n"], runs: list[Run]) -> RowBatch:
         """Name the parts of a block of integers."""
-        token, slot, index, position, visible, state = block[: FIELDS * self.rows].view(FIELDS, self.rows)
-        start = FIELDS * self.rows
-        table = block[start : start + 6 * self.tiles].view(self.tiles, 6)
-        start += 6 * self.tiles
-        ancestors = block[start + 2 :].view(self.rows, self.rows) if self.tree else None
+        token, slot, index, position, visible, state, base = block[: FIELDS * self.rows].view(FIELDS, self.rows)
+        table = block[FIELDS * self.rows : self.counts].view(self.rows, TILE)
+        count = block[self.counts : self.counts + 3]
+        ancestors = block[self.counts + 3 :].view(self.rows, self.rows) if self.tree else None
         place = Place(slot=slot, index=index, position=position, visible=visible)
-        tiles = Tiles(table=table, count=block[start : start + 2], ancestors=ancestors)
+        tiles = Tiles(table=table, count=count, base=base, ancestors=ancestors)
         return RowBatch(token=token, place=place, state=state, tiles=tiles, runs=runs)
 
 
@@ -95,6 +96,8 @@ def pack_rows(rows: Rows, runs: list[Run], layout: Layout) -> Integers:
     fields[4, :n] = fields[3, :n] + 1
     for run in runs:
         fields[2, run.first : run.first + run.count] = np.arange(run.base, run.base + run.count)
+        if layout.tree:
+            fields[6, run.first : run.first + run.count] = run.base
     if layout.tree:
         write_ancestors(block[-(layout.rows**2) :].reshape(layout.rows, layout.rows), rows, runs)
     write_tiles(block, layout, runs, fields[4])
@@ -118,8 +121,10 @@ def pack_block(block_rows: BlockRows, runs: list[Run], layout: Layout) -> Intege
 def blank(layout: Layout) -> tuple[Integers, Integers]:
     """An empty block and its fields; rows nobody fills are written nowhere and see nothing."""
     block = np.zeros(layout.size, np.int32)
+    block[layout.counts + 2] = 1
     fields = block[: FIELDS * layout.rows].reshape(FIELDS, layout.rows)
     fields[2] = fields[5] = -1
+    fields[6] = NEVER
     return block, fields
 
 
@@ -135,22 +140,24 @@ def write_ancestors(table: Integers, rows: Rows, runs: list[Run]) -> None:
 
 
 def write_tiles(block: Integers, layout: Layout, runs: list[Run], visible: Integers) -> None:
-    """Tiles of rows that share keys; in a tree, a tile a row from the split on where its own ancestors begin."""
-    tiles: list[tuple[int, int, int, int, int, int]] = []
+    """Tiles of rows that share keys: in a tree, those of the pieces before its rows begin to have their own."""
+    tiles: list[tuple[int, int, int, int]] = []
     longest = 0
     for run in runs:
         end = run.first + run.count
-        splits = -(-int(visible[run.first : end].max()) // SPLIT)
-        longest = max(longest, splits)
-        shared = run.base // SPLIT if layout.tree else splits
+        pieces = -(-int(visible[run.first : end].max()) // KEYS)
+        shared = run.base // KEYS * KEYS if layout.tree else NEVER
+        longest = max(longest, min(pieces, shared // KEYS))
         for first in range(run.first, end, layout.tile_rows):
-            tiles.append((first, min(layout.tile_rows, end - first), run.slot, 0, shared, NEVER))
-        if layout.tree:
-            tiles += [(row, 1, run.slot, shared, splits, run.base) for row in range(run.first, end)]
+            tiles.append((first, min(layout.tile_rows, end - first), run.slot, shared))
     start = FIELDS * layout.rows
-    block[start : start + 6 * len(tiles)] = np.array(tiles, np.int32).reshape(-1)
-    start += 6 * layout.tiles
-    block[start : start + 2] = len(tiles), longest
+    block[start : start + TILE * len(tiles)] = np.array(tiles, np.int32).reshape(-1)
+    block[layout.counts : layout.counts + 3] = len(tiles), *units_of(len(tiles), longest)
+
+
+def units_of(tiles: int, pieces: int) -> tuple[int, int]:
+    """(units of the longest tile, pieces a unit): single pieces where they are few, else groups."""
+    return (pieces, 1) if tiles * pieces <= FILL else (-(-pieces // GROUP), GROUP)
 
 
 def bucket_of(rows: int) -> int:

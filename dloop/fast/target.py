@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from dloop.fast.graphs import Graphs
 from dloop.fast.lease import Leased, lease
-from dloop.fast.ops import MOST_COLUMNS, Ops, kernel_ops, supports
+from dloop.fast.ops import Ops, kernel_ops, supports
 from dloop.fast.plain import PlainOps
 from dloop.fast.rows import Layout, Run, blank, bucket_of, pack_rows, runs_of
 from dloop.fast.stack import Memory, PrefillOps, run_stack
@@ -147,9 +147,9 @@ class Columns:
 
 
 def columns_of(heads: Heads, rows: int) -> Columns:
-    """Columns enough for a run's rows and its padded group of heads: 16, or 64 in pieces."""
+    """Columns enough for a run's rows and its padded group of heads: 16, or pieces of 32 or what the group needs."""
     group = 1 << (heads.queries // heads.keys - 1).bit_length()
-    count = 16 if rows * group <= 16 else MOST_COLUMNS
+    count = 16 if rows * group <= 16 else max(32, group)
     return Columns(count=count, rows=count // group)
 
 

@@ -1,6 +1,7 @@
 """The left-to-right head of a DSpark stage: each token's low-rank bias shifts the next row's logits.
 
-Two kernels a row: the vocabulary's tiles find their best token and their mass, then one program adds them up.
+One kernel a row: its programs first agree on the previous row's token, from what each left of its share of the
+vocabulary, then go through their share for this row. A last one writes the tokens and their log-probabilities.
 """
 
 import torch
@@ -11,18 +12,31 @@ from torch import Tensor
 
 from dloop.kernels.pdl import launch_options, prefetch, release, wait
 
-WIDTH = 128  # tokens of the vocabulary a program
+WIDTH = 64  # tokens of the vocabulary a step
+PROGRAMS = 264  # that share the vocabulary, at most: two for each of an H200's multiprocessors
+LOW = tl.constexpr(-1e30)  # below every logit, and finite, so that differences are numbers
 
 
 @triton.jit
-def tile_kernel(
+def likeliest(best, where, start, PROGRAMS: tl.constexpr, PADDED: tl.constexpr, used, columns):
+    """The likeliest token of each column, the lowest of equals, of what the programs left at `start` [C, PROGRAMS]."""
+    p = tl.arange(0, PADDED)
+    inside = (p < PROGRAMS)[:, None] & used[None, :]
+    at = start + columns[None, :] * PROGRAMS + p[:, None]
+    tops = tl.load(best + at, mask=inside, other=LOW)
+    tokens = tl.load(where + at, mask=inside, other=2**31 - 1)
+    return tl.min(tl.where(tops == tl.max(tops, 0)[None, :], tokens, 2**31 - 1), 0)
+
+
+@triton.jit
+def row_kernel(
     logits,  # [SEQUENCES * BLOCK, V] of the rows, without bias
+    anchors,  # [SEQUENCES]
     w1,  # [V, RANK]
     w2,  # [V, RANK]
-    tokens,  # [SEQUENCES, 1 + BLOCK]; column `row` holds the previous token
-    best,  # [SEQUENCES, TILES] float32
-    where,  # [SEQUENCES, TILES] int64
-    mass,  # [SEQUENCES, TILES] float32
+    best,  # [BLOCK, SEQUENCES, PROGRAMS] float32
+    where,  # [BLOCK, SEQUENCES, PROGRAMS] int32
+    mass,  # [BLOCK, SEQUENCES, PROGRAMS] float32
     row,
     sequences,
     V: tl.constexpr,
@@ -31,64 +45,87 @@ def tile_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One tile of the vocabulary for row `row` of every sequence."""
-    tile = tl.program_id(0)
-    v = tile * WIDTH + tl.arange(0, WIDTH)
-    s = tl.arange(0, COLUMNS)
-    r = tl.arange(0, DEPTH)
-    inside, used = v < V, s < sequences
-    if PDL:
-        lines = 64 * tl.arange(0, DEPTH // 64)
-        prefetch(w2 + tl.where(inside, v, 0).to(tl.int64)[:, None] * RANK + tl.minimum(lines, RANK - 1)[None, :])
-    release(PDL)
-    wait(PDL)
-    previous = tl.load(tokens + s * (1 + BLOCK) + row, mask=used, other=0)
-    narrow = tl.load(w1 + previous[:, None] * RANK + r[None, :], mask=used[:, None] & (r < RANK)[None, :], other=0.0)
-    tall = tl.load(
-        w2 + v.to(tl.int64)[:, None] * RANK + r[None, :], mask=inside[:, None] & (r < RANK)[None, :], other=0.0
-    )
-    kind = logits.dtype.element_ty
-    bias = tl.dot(tall, tl.trans(narrow), input_precision="ieee").to(kind)
-    at = logits + (s.to(tl.int64) * BLOCK + row)[None, :] * V + v[:, None]
-    plain = tl.load(at, mask=inside[:, None] & used[None, :], other=0.0)
-    shifted = (plain.to(tl.float32) + bias.to(tl.float32)).to(kind).to(tl.float32)
-    shifted = tl.where(inside[:, None], shifted, float("-inf"))
-    top = tl.max(shifted, 0)
-    first = tl.min(tl.where(shifted == top[None, :], v[:, None], V), 0)
-    out = s * tl.num_programs(0) + tile
-    tl.store(best + out, top, mask=used)
-    tl.store(where + out, first.to(tl.int64), mask=used)
-    tl.store(mass + out, tl.sum(tl.exp(shifted - top[None, :]), 0), mask=used)
-
-
-@triton.jit
-def pick_kernel(
-    best,  # [SEQUENCES, TILES]
-    where,  # [SEQUENCES, TILES]
-    mass,  # [SEQUENCES, TILES]
-    tokens,  # [SEQUENCES, 1 + BLOCK]
-    logp,  # [SEQUENCES, BLOCK] float32
-    row,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The likeliest token of one sequence's row, the lowest of equals, and its log-probability."""
-    s = tl.program_id(0)
-    tile = tl.arange(0, PADDED)
-    inside = tile < TILES
+    """One program's share of the vocabulary for row `row` of every sequence.
+
+    Odd rows go backwards: what the row before read last is still in the L2 cache.
+    """
+    STEPS: tl.constexpr = (V + WIDTH * PROGRAMS - 1) // (WIDTH * PROGRAMS)
+    program = tl.program_id(0)
+    s = tl.arange(0, COLUMNS)
+    r = tl.arange(0, DEPTH)
+    lane = tl.arange(0, WIDTH)
+    used = s < sequences
+    kind = logits.dtype.element_ty
+    if PDL:
+        v = ((STEPS - 1) * (row % 2) * PROGRAMS + program) * WIDTH + lane
+        lines = tl.minimum(64 * tl.arange(0, DEPTH // 64), RANK - 1)
+        prefetch(w2 + tl.where(v < V, v, 0).to(tl.int64)[:, None] * RANK + lines[None, :])
     release(PDL)
     wait(PDL)
-    tops = tl.load(best + s * TILES + tile, mask=inside, other=float("-inf"))
+    if row == 0:
+        previous = tl.load(anchors + s, mask=used, other=0).to(tl.int32)
+    else:
+        previous = likeliest(best, where, (row - 1) * sequences * PROGRAMS, PROGRAMS, PADDED, used, s)
+    previous = tl.where(used, previous, 0).to(tl.int64)
+    narrow = tl.load(w1 + previous[:, None] * RANK + r[None, :], mask=used[:, None] & (r < RANK)[None, :], other=0.0)
+    tops = tl.full((WIDTH, COLUMNS), LOW, tl.float32)
+    total = tl.zeros((WIDTH, COLUMNS), tl.float32)
+    tokens = tl.full((WIDTH, COLUMNS), V, tl.int32)
+    for step in range(STEPS):
+        turn = tl.where(row % 2 == 1, STEPS - 1 - step, step)
+        v = (turn * PROGRAMS + program) * WIDTH + lane
+        inside = v < V
+        tall = tl.load(
+            w2 + v.to(tl.int64)[:, None] * RANK + r[None, :], mask=inside[:, None] & (r < RANK)[None, :], other=0.0
+        )
+        bias = tl.dot(tall, tl.trans(narrow), input_precision="ieee").to(kind)
+        at = logits + (s.to(tl.int64) * BLOCK + row)[None, :] * V + v[:, None]
+        plain = tl.load(at, mask=inside[:, None] & used[None, :], other=0.0)
+        shifted = (plain.to(tl.float32) + bias.to(tl.float32)).to(kind).to(tl.float32)
+        shifted = tl.where(inside[:, None], shifted, float("-inf"))
+        higher = tl.maximum(tops, shifted)
+        total = total * tl.exp(tops - higher) + tl.exp(shifted - higher)
+        tokens = tl.where((shifted > tops) | ((shifted == tops) & (v[:, None] < tokens)), v[:, None], tokens)
+        tops = higher
     top = tl.max(tops, 0)
-    token = tl.load(where + s * TILES + tile, mask=inside, other=0)
-    token = tl.min(tl.where(inside & (tops == top), token, 2**31 - 1), 0)
-    total = tl.sum(tl.load(mass + s * TILES + tile, mask=inside, other=0.0) * tl.exp(tops - top), 0)
-    tl.store(tokens + s * (1 + BLOCK) + row + 1, token)
-    tl.store(logp + s * BLOCK + row, -tl.log(total))
+    out = (row * sequences + s) * PROGRAMS + program
+    tl.store(best + out, top, mask=used)
+    tl.store(where + out, tl.min(tl.where(tops == top[None, :], tokens, V), 0), mask=used)
+    tl.store(mass + out, tl.sum(total * tl.exp(tops - top[None, :]), 0), mask=used)
+
+
+@triton.jit
+def finish_kernel(
+    best,  # [BLOCK, SEQUENCES, PROGRAMS]
+    where,  # [BLOCK, SEQUENCES, PROGRAMS]
+    mass,  # [BLOCK, SEQUENCES, PROGRAMS]
+    out,  # [SEQUENCES, 3, BLOCK] float64
+    sequences,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The token of one row of one sequence, its log-probability and the top one, which is the same."""
+    s, row = tl.program_id(0), tl.program_id(1)
+    p = tl.arange(0, PADDED)
+    inside = p < PROGRAMS
+    at = (row * sequences + s) * PROGRAMS + p
+    release(PDL)
+    wait(PDL)
+    tops = tl.load(best + at, mask=inside, other=LOW)
+    top = tl.max(tops, 0)
+    token = tl.load(where + at, mask=inside, other=2**31 - 1)
+    token = tl.min(tl.where(tops == top, token, 2**31 - 1), 0)
+    total = tl.sum(tl.load(mass + at, mask=inside, other=0.0) * tl.exp(tops - top), 0)
+    logp = (0.0 - tl.log(total)).to(tl.float64)
+    tl.store(out + s * 3 * BLOCK + row, token.to(tl.float64))
+    tl.store(out + (s * 3 + 1) * BLOCK + row, logp)
+    tl.store(out + (s * 3 + 2) * BLOCK + row, logp)
 
 
 def launch(
@@ -101,21 +138,17 @@ def launch(
 ) -> Float64[Tensor, "S 3 k"]:
     """Tokens, their log-probabilities and the top ones (the same), packed, of S sequences of `block` rows each."""
     sequences, (vocab, rank) = len(anchors), w1.shape
-    tiles = triton.cdiv(vocab, WIDTH)
-    tokens = anchors.new_zeros(sequences, 1 + block, dtype=torch.int64)
-    tokens[:, 0] = anchors
-    best = torch.empty(sequences, tiles, device=logits.device)
-    mass, where = torch.empty_like(best), torch.empty_like(best, dtype=torch.int64)
-    logp = torch.empty(sequences, block, device=logits.device)
+    programs = min(PROGRAMS, triton.cdiv(vocab, WIDTH))
+    best = torch.empty(block, sequences, programs, device=logits.device)
+    mass, where = torch.empty_like(best), torch.empty_like(best, dtype=torch.int32)
+    shape = dict(BLOCK=block, PROGRAMS=programs, PADDED=triton.next_power_of_2(programs), PDL=pdl, num_warps=4)
     extra = launch_options(pdl)
     for row in range(block):
-        tile_kernel[(tiles,)](
-            logits, w1, w2, tokens, best, where, mass, row, sequences, V=vocab, RANK=rank, BLOCK=block,
+        row_kernel[(programs,)](
+            logits, anchors, w1, w2, best, where, mass, row, sequences, V=vocab, RANK=rank,
             COLUMNS=max(16, triton.next_power_of_2(sequences)), DEPTH=max(64, triton.next_power_of_2(rank)),
-            WIDTH=WIDTH, PDL=pdl, num_warps=4, num_stages=2, **extra,
+            WIDTH=WIDTH, num_stages=3, **shape, **extra,
         )  # fmt: skip
-        pick_kernel[(sequences,)](
-            best, where, mass, tokens, logp, row, BLOCK=block, TILES=tiles, PADDED=triton.next_power_of_2(tiles),
-            PDL=pdl, num_warps=4, **extra,
-        )  # fmt: skip
-    return torch.stack([tokens[:, 1:].double(), logp.double(), logp.double()], 1)
+    out = torch.empty(sequences, 3, block, dtype=torch.float64, device=logits.device)
+    finish_kernel[(sequences, block)](best, where, mass, out, sequences, **shape, **extra)
+    return out

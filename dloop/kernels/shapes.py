@@ -5,8 +5,10 @@ from typing import NamedTuple
 from jaxtyping import Float, Int
 from torch import Tensor
 
-SPLIT = 256  # keys whose attention one program adds up: pieces begin at multiples; part of the order of sums
-NEVER = 2**30  # a cache index beyond every store: rows of a chain have no separate ancestors
+KEYS = 128  # keys of a piece, whose attention is added up in one go; pieces begin at multiples
+GROUP = 4  # pieces of a group: sums go piece by piece within a group, then group by group
+FILL = 16  # (tile, piece) pairs up to which each gets programs of its own
+NEVER = 2**30  # beyond every store: rows of a chain have no separate ancestors
 
 
 class Heads(NamedTuple):
@@ -47,10 +49,11 @@ class Place(NamedTuple):
 class Tiles(NamedTuple):
     """Which rows share a piece of attention work, on the device.
 
-    table: first row, rows, slot, first split, end of splits, base. Splits beyond what the rows see are left out. A row
-    sees the store's entry p at p < base, and entry ancestors[row, p - base] from there on.
+    table: first row, rows, slot, keys that the rows share (whole pieces; NEVER: all they see). A row sees the store's
+    entry p at p < base, and entry ancestors[row, p - base] from there on.
     """
 
-    table: Int[Tensor, "T 6"]
-    count: Int[Tensor, "2"]  # tiles in use, splits of the longest row
+    table: Int[Tensor, "T 4"]
+    count: Int[Tensor, "3"]  # tiles in use, units of the longest one, pieces a unit: 1 or GROUP
+    base: Int[Tensor, " R"]  # NEVER: the row belongs to a chain
     ancestors: Int[Tensor, "R depth"] | None  # None: all rows belong to chains
