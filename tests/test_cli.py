@@ -41,6 +41,8 @@ OPTIONS = {
     "check": "--model --draft-model --dtype --device --engine --revision --draft-revision --prompt --max-new-tokens "
     "--loop-gate "
     "--max-stages --temperature --seed --json --no-json --debug --no-debug --output",
+    "doctor": "--model --draft-model --dtype --device --engine --revision --draft-revision --prompts --max-new-tokens "
+    "--json --no-json --debug --no-debug --output",
     "chat": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
     "--loop-gate "
     "--gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
