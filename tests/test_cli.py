@@ -60,6 +60,9 @@ OPTIONS = {
     "latency": "--shape --rows --context --repeats --dtype --device --seed --peers --replay --replay-rounds "
     "--synthetic-acceptance --synthetic-stages --json --no-json --debug --no-debug --output --resume --no-resume "
     "--plot",
+    "data": "--model --dtype --device --engine --revision --prompts --output --chat-template --max-prompt-tokens "
+    "--max-samples --max-new-tokens --temperature --top-k --top-p --seed --live --shard --resume --no-resume --json "
+    "--no-json --debug --no-debug",
     "train": "--target-model-path --target-model-backend --draft-init-path --draft-config-path --init-layers "
     "--train-data-path --chat-template --strict-data --no-strict-data --max-length --output-dir --resume --no-resume "
     "--num-epochs --max-steps --batch-size --accumulation-steps --learning-rate --warmup-ratio --max-grad-norm "
