@@ -19,6 +19,7 @@ from dloop.targets.hf import HFTarget
 from dloop.types import FinishReason, First, Round, Sampling
 
 Prompts = Iterable[Sequence[int] | Tensor]
+Numbered = Iterable[tuple[int, Sequence[int] | Tensor]]
 
 
 @dataclass
@@ -48,34 +49,40 @@ def generate_many(
     Without a drafter, on a GPU, tokens are chosen on the device and no rounds are recorded. `settings` as the
     arguments of `generate`. Raises UserError like `generate`, before the first forward where the run is to blame.
     """
+    return generate_numbered(target, drafter, enumerate(prompts), settings, live)
+
+
+def generate_numbered(
+    target: HFTarget, drafter: BlockDrafter | None, numbered: Numbered, settings: Settings, live: int = 32
+) -> Iterator[Completion]:
+    """The same for prompts that bring their own numbers, no two alike, as when some of many are done already."""
     if live < 1:
         raise UserError(f"live={live} must be at least 1")
     check_request(target, drafter, settings)
     sampling = sampling_of(settings)
-    numbered = enumerate(prompts)
     if drafter is None and target.engine == "fast" and target.is_exact:
         yield from on_device(target, numbered, settings, sampling, live)
         return
     session = Session(target=target.open(drafter.taps if drafter else ()), drafter=drafter.open() if drafter else None)
-    texts: dict[int, Completion] = {}
+    texts: dict[int, Completion] = {}  # by the order of their start
 
-    def begin(index: int, prompt: Sequence[int] | Tensor, slot: int) -> Task:
-        own = replace(sampling, seed=sample_seed(sampling.seed, index))
-        texts[index] = Completion(index=index, seed=own.seed)
+    def begin(start: int, prompt: tuple[int, Sequence[int] | Tensor], slot: int) -> Task:
+        own = replace(sampling, seed=sample_seed(sampling.seed, prompt[0]))
+        texts[start] = Completion(index=prompt[0], seed=own.seed)
         limits, judge = limits_of(settings, target, drafter), judge_of(settings, own, drafter)
-        tokens = check_prompt(prompt, target, settings.max_new_tokens)
+        tokens = check_prompt(prompt[1], target, settings.max_new_tokens)
         return decode(session, slot, tokens, gate=gate_of(settings), judge=judge, limits=limits)
 
-    starts: Iterator[Callable[[int], Task]] = (partial(begin, index, prompt) for index, prompt in numbered)
-    for index, event in run_queue(starts, session, live):
-        texts[index].take(event)
-        if texts[index].finish_reason is not None:
-            yield texts.pop(index)
+    starts: Iterator[Callable[[int], Task]] = (partial(begin, start, prompt) for start, prompt in enumerate(numbered))
+    for start, event in run_queue(starts, session, live):
+        texts[start].take(event)
+        if texts[start].finish_reason is not None:
+            yield texts.pop(start)
 
 
 def on_device(
     target: HFTarget,
-    prompts: Iterable[tuple[int, Sequence[int] | Tensor]],
+    prompts: Numbered,
     settings: Settings,
     sampling: Sampling,
     live: int,

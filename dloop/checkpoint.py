@@ -169,15 +169,22 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def load_strictly(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
     """Put every tensor to use: same names, same shapes, finite values. `module` may live on the meta device."""
-    expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    complain(source, "is missing", expected.keys() - tensors.keys())
-    complain(source, "has unexpected", tensors.keys() - expected.keys())
-    wrong = [
-        f"{k} {tuple(tensors[k].shape)} instead of {expected[k]}" for k in expected if tensors[k].shape != expected[k]
-    ]
-    complain(source, "has wrongly shaped", wrong)
+    for fault, names in tensor_faults(module, tensors).items():
+        complain(source, fault, names)
     check_values(source, tensors)
     module.load_state_dict(dict(tensors), strict=True, assign=True)
+
+
+def tensor_faults(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """What of these tensors does not fit the module, by the words for it; the lists are empty where all is well."""
+    expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    both = sorted(expected.keys() & tensors.keys())
+    shapes = {name: tuple(tensors[name].shape) for name in both}
+    return {
+        "is missing": sorted(expected.keys() - tensors.keys()),
+        "has unexpected": sorted(tensors.keys() - expected.keys()),
+        "has wrongly shaped": [f"{k} {shapes[k]} instead of {expected[k]}" for k in both if shapes[k] != expected[k]],
+    }
 
 
 def check_values(source: str, tensors: Mapping[str, Tensor]) -> None:

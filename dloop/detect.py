@@ -1,7 +1,7 @@
 """What a config says its checkpoint is: a target that can be decoded exactly, or a drafter and of which family."""
 
-from collections.abc import Iterable, Mapping
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, cast
 
 from dloop.checkpoint import brief
 from dloop.drafters.config import DEEPSPEC_ARCHITECTURES, LIMITS, BlockConfig, Json, Reader, fully_attends
@@ -119,35 +119,54 @@ def check_heads(family: str, tensors: Iterable[str], name: str) -> None:
             )
 
 
-def check_pair(config: BlockConfig, target: HFTarget, name: str) -> None:
-    """A drafter fits one target only: every mismatch would lower acceptance silently, so it is refused."""
+class Misfit(NamedTuple):
+    """Why a drafter does not fit a target: the key of its config.json, and the whole message."""
+
+    key: str
+    message: str
+
+
+def misfits(config: BlockConfig, target: HFTarget, name: str) -> Iterator[Misfit]:
+    """A drafter fits one target only: every mismatch would lower acceptance silently."""
     if config.vocab_size != target.vocab_size:
-        raise UserError(
+        yield Misfit(
+            "vocab_size",
             f"{name} has a vocabulary of {config.vocab_size} tokens, {target.name} one of {target.vocab_size}; "
-            "they must be the same: use the drafter trained for this target"
+            "they must be the same: use the drafter trained for this target",
         )
     if config.hidden_size != target.hidden_size:
-        raise UserError(
-            f"{name} expects hidden size {config.hidden_size}, {target.name} has {target.hidden_size}; use its target"
+        yield Misfit(
+            "hidden_size",
+            f"{name} expects hidden size {config.hidden_size}, {target.name} has {target.hidden_size}; use its target",
         )
     if config.num_target_layers != target.num_layers:
-        raise UserError(
+        yield Misfit(
+            "num_target_layers",
             f"{name} was trained on a target of {config.num_target_layers} layers, {target.name} has "
-            f"{target.num_layers}; use the drafter trained for this target"
+            f"{target.num_layers}; use the drafter trained for this target",
         )
     taps = config.target_layer_ids
     if not taps or list(taps) != sorted(set(taps)) or taps[-1] >= target.num_layers - 1 or taps[0] < -1:
-        raise UserError(
+        yield Misfit(
+            "target_layer_ids",
             f"{name} taps the layers {list(taps)} of a target with layers 0..{target.num_layers - 1}; taps must "
-            f"increase and stay below {target.num_layers - 1} (the last layer's state exists normed and un-normed)"
+            f"increase and stay below {target.num_layers - 1} (the last layer's state exists normed and un-normed)",
         )
     if config.rope_theta != target.rope_theta:
-        raise UserError(
+        yield Misfit(
+            "rope_theta",
             f"{name} has RoPE base {config.rope_theta:g}, {target.name} {target.rope_theta:g}; a drafter run "
-            "with another base than it was trained with accepts almost nothing: correct rope_theta in its config.json"
+            "with another base than it was trained with accepts almost nothing: correct rope_theta in its config.json",
         )
     if config.mask_token_id >= config.vocab_size:
-        raise UserError(
+        yield Misfit(
+            "mask_token_id",
             f"{name}: mask_token_id={config.mask_token_id} is out of range; the vocabulary has "
-            f"{config.vocab_size} tokens: correct config.json"
+            f"{config.vocab_size} tokens: correct config.json",
         )
+
+
+def check_pair(config: BlockConfig, target: HFTarget, name: str) -> None:
+    """Refuse a drafter at its first misfit."""
+    for misfit in misfits(config, target, name):
+        raise UserError(misfit.message)

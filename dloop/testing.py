@@ -139,6 +139,12 @@ def taught_drafter(
 ) -> BlockDrafter:
     """A drafter trained on these texts (host and loop stage in turn) until it is mostly right on them."""
     drafter = tiny_drafter(target, family=family, stage_len=stage_len, gap_rows=gap_rows)
+    teach(drafter, target, texts, steps)
+    return drafter
+
+
+def teach(drafter: BlockDrafter, target: HFTarget, texts: Sequence[Sequence[int]], steps: int) -> None:
+    """Train a drafter in place."""
     lengths = torch.tensor([len(text) for text in texts])
     tokens = nn.utils.rnn.pad_sequence([torch.tensor(list(text)) for text in texts], batch_first=True)
     mask = torch.arange(tokens.shape[1]) < lengths[:, None]
@@ -152,7 +158,6 @@ def taught_drafter(
         objective(batch, features, step % 2).total.backward()
         optimizer.step()
     drafter.model.requires_grad_(False)
-    return drafter
 
 
 @torch.no_grad()

@@ -41,6 +41,8 @@ OPTIONS = {
     "check": "--model --draft-model --dtype --device --engine --revision --draft-revision --prompt --max-new-tokens "
     "--loop-gate "
     "--max-stages --temperature --seed --json --no-json --debug --no-debug --output",
+    "doctor": "--model --draft-model --dtype --device --engine --revision --draft-revision --prompts --max-new-tokens "
+    "--json --no-json --debug --no-debug --output",
     "chat": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
     "--loop-gate "
     "--gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
@@ -58,6 +60,9 @@ OPTIONS = {
     "latency": "--shape --rows --context --repeats --dtype --device --seed --peers --replay --replay-rounds "
     "--synthetic-acceptance --synthetic-stages --json --no-json --debug --no-debug --output --resume --no-resume "
     "--plot",
+    "data": "--model --dtype --device --engine --revision --prompts --output --chat-template --max-prompt-tokens "
+    "--max-samples --max-new-tokens --temperature --top-k --top-p --seed --live --shard --resume --no-resume --json "
+    "--no-json --debug --no-debug",
     "train": "--target-model-path --target-model-backend --draft-init-path --draft-config-path --init-layers "
     "--train-data-path --chat-template --strict-data --no-strict-data --max-length --output-dir --resume --no-resume "
     "--num-epochs --max-steps --batch-size --accumulation-steps --learning-rate --warmup-ratio --max-grad-norm "

@@ -51,7 +51,7 @@ class Command(Common):
 
 def run(command: Command) -> int | None:
     check(command)
-    name = drafter_name(command)
+    name = drafter_name(command.model, command.draft_model, "dloop check", "a certificate is of a pair")
     from dloop.cli.check_run import certificate  # torch and transformers only from here on
 
     return certificate(command, name)
@@ -78,13 +78,13 @@ def check(command: Command) -> None:
         raise UserError(f"--output {command.output} must be a file in a folder that is there")
 
 
-def drafter_name(command: Command) -> str:
-    """The drafter to load."""
-    if command.draft_model is not None:
-        return command.draft_model
-    if command.model != OFFLINE:
-        raise UserError(f"--model {command.model} needs --draft-model: a certificate is of a pair")
-    print("dloop check: without --draft-model, smollm2 takes its own: --draft-model demo", file=sys.stderr)
+def drafter_name(model: str, draft_model: str | None, prog: str, why: str) -> str:
+    """The drafter to load, for a command that needs one; `why` says so."""
+    if draft_model is not None:
+        return draft_model
+    if model != OFFLINE:
+        raise UserError(f"--model {model} needs --draft-model: {why}")
+    print(f"{prog}: without --draft-model, smollm2 takes its own: --draft-model demo", file=sys.stderr)
     return "demo"
 
 

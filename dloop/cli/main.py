@@ -32,8 +32,10 @@ COMMANDS = {
     "report": Entry("dloop.cli.report", "tell what was measured: tables, means, intervals, comparisons, a picture"),
     "latency": Entry("dloop.cli.latency", "time forwards, stages and rounds of a named shape against their floors"),
     "check": Entry("dloop.cli.check", "certify that a pair is lossless, and tell arithmetic from faults"),
+    "doctor": Entry("dloop.cli.doctor", "examine a pair: why are so few drafts accepted, and what to mend"),
     "chat": Entry("dloop.cli.chat", "talk with a target in the terminal"),
     "train": Entry("dloop.cli.train", "train a drafter for a target, loop stage included"),
+    "data": Entry("dloop.cli.data", "let a target answer prompts, many at once: training data for its drafters"),
     "export": Entry("dloop.cli.export", "write a drafter in another published layout"),
 }
 

@@ -34,10 +34,18 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message]) -> str:
         """The whole conversation as text, without a prompt for a further answer."""
-        if self.system is not None and messages[0]["role"] != "system":
-            inserted: Message = {"role": "system", "content": self.system}
-            messages = [inserted, *messages]
-        return self.tokenizer.render(messages, answer=False, template=self.jinja)
+        return self.tokenizer.render(self.with_system(messages), answer=False, template=self.jinja)
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """A conversation up to where decoding's answer begins, thinking off."""
+        return self.tokenizer.render(self.with_system(messages), answer=True, template=self.jinja)
+
+    def with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The conversation with the template's own system prompt where it has none."""
+        if self.system is None or messages[0]["role"] == "system":
+            return messages
+        inserted: Message = {"role": "system", "content": self.system}
+        return [inserted, *messages]
 
     def pieces(self, messages: Sequence[Message]) -> list[str]:
         """The rendered text in pieces: what is given, an answer with its end, what is given, an answer ...

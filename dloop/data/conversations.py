@@ -45,6 +45,17 @@ def read_conversations(path: Path) -> Iterator[Conversation | Skipped]:
 
 def parse_line(raw: bytes) -> list[Message]:
     """The turns of one line. Raises ValueError with the reason, in a few words without the line's own text."""
+    fields = parse_object(raw)
+    turns = fields.get("conversations", fields.get("messages"))
+    if not isinstance(turns, list):
+        raise ValueError("no list 'conversations' or 'messages'")
+    messages = [parse_turn(turn) for turn in cast(list[object], turns)]
+    check_order([message["role"] for message in messages])
+    return messages
+
+
+def parse_object(raw: bytes) -> Mapping[str, object]:
+    """The fields of one line, none if it is no object. Raises ValueError with the reason."""
     try:
         text = raw.decode("utf-8-sig").strip()
     except UnicodeDecodeError:
@@ -55,13 +66,7 @@ def parse_line(raw: bytes) -> list[Message]:
         value: object = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError("bad JSON") from None
-    fields = cast(Mapping[str, object], value) if isinstance(value, Mapping) else {}
-    turns = fields.get("conversations", fields.get("messages"))
-    if not isinstance(turns, list):
-        raise ValueError("no list 'conversations' or 'messages'")
-    messages = [parse_turn(turn) for turn in cast(list[object], turns)]
-    check_order([message["role"] for message in messages])
-    return messages
+    return cast(Mapping[str, object], value) if isinstance(value, Mapping) else {}
 
 
 def parse_turn(turn: object) -> Message:

@@ -48,21 +48,30 @@ def trace(
     model: BlockModel, vocabulary: Vocabulary, target: HFTarget, prompt: list[int], answer: list[int], num_stages: int
 ) -> Trace:
     """Draft from every position of the answer; all stages of all positions in a few packed forwards."""
-    device = target.device
-    tokens = torch.tensor([prompt + answer], device=device)
+    tokens = torch.tensor([prompt + answer], device=target.device)
     features = target.features(tokens, model.config.target_layer_ids)
-    positions = torch.arange(len(prompt), tokens.shape[1] - 1, device=device)[None]
-    anchors = Anchors(positions, torch.ones_like(positions, dtype=torch.bool))
-    stages = PackedStages.begin(model, vocabulary, tokens, features.taps, anchors)
+    anchors = every_anchor(tokens, len(prompt))
+    return follow(PackedStages.begin(model, vocabulary, tokens, features.taps, anchors), num_stages)
+
+
+def every_anchor(tokens: Int[Tensor, "1 T"], first: int) -> Anchors:
+    """All positions from `first` on that have a token after them."""
+    positions = torch.arange(first, tokens.shape[1] - 1, device=tokens.device)[None]
+    return Anchors(positions, torch.ones_like(positions, dtype=torch.bool))
+
+
+@torch.no_grad()
+def follow(stages: PackedStages, num_stages: int) -> Trace:
+    """Run the stages of one text's anchors, and compare what they propose with the text."""
+    tokens, model = stages.tokens, stages.model
     accepted: list[Tensor] = []
     score: list[Tensor] = []
-    k = model.config.stage_len
+    k, width = model.config.stage_len, tokens.shape[1]
     for index in range(num_stages):
         hidden = stages.forward()[0]
         starts = stages.starts(index)[0]
-        width = tokens.shape[1]
-        proposal = model.propose(hidden, tokens[0, starts.clamp(max=width - 1)], vocabulary)
-        where = starts[:, None] + torch.arange(1, k + 1, device=device)
+        proposal = model.propose(hidden, tokens[0, starts.clamp(max=width - 1)], stages.vocabulary)
+        where = starts[:, None] + torch.arange(1, k + 1, device=tokens.device)
         truth = tokens[0, where.clamp(max=width - 1)]
         right = (proposal.tokens == truth) & (where < width)
         accepted.append(right.long().cumprod(-1).sum(-1))
