@@ -15,7 +15,7 @@ from dloop.targets.hf import HFTarget
 from dloop.types import Rows
 
 pytestmark = pytest.mark.gpu
-BASE, COUNT = 700, 320  # context, and rows after it: a split of the keys ends among them
+BASE, COUNT = 900, 320  # context, and rows after it: a group of pieces of the keys ends among them
 
 
 @pytest.fixture(scope="module")

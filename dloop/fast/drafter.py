@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from dloop.fast.graphs import Graphs
 from dloop.fast.lease import Leased, lease
 from dloop.fast.ops import Ops, kernel_ops, supports
 from dloop.fast.plain import PlainOps
-from dloop.fast.rows import BlockRows, Layout, RowBatch, Run, blank, bucket_of, pack_block
+from dloop.fast.rows import BlockRows, Layout, RowBatch, Run, bucket_of, pack_block
 from dloop.fast.stack import Memory, run_stack
 from dloop.fast.target import START_CONTEXT, columns_of
 from dloop.fast.weights import Stack, drafter_stack
@@ -161,13 +161,11 @@ class FastBlockMemory(Leased):
         layout = Layout(rows=size, tile_rows=columns.rows, tree=False)
         ops: Ops = kernel_ops(columns.count) if kernels else PlainOps()
 
-        def on_device(block: Int[Tensor, " n"]) -> T:
-            return forward(ops, layout.views(block, runs))
-
+        on_device = partial(apply, forward, ops, layout, runs)
         block = pack_block(rows, runs, layout)
         if not kernels:
             return on_device(torch.from_numpy(block).to(self.graphs.device))
-        return self.graphs((name, layout), block, on_device, blank(layout)[0])
+        return self.graphs(name, layout, block, on_device)
 
     def _project(self, ops: Ops, states: Float[Tensor, "R D"], batch: RowBatch) -> None:
         """Every layer's keys and values of context or gap rows: joined as they are, without an input norm."""
@@ -178,6 +176,11 @@ class FastBlockMemory(Leased):
             weights = HeadWeights(bias, layer.head.query_gain, layer.head.key_gain)
             parts = ops.linear(states, layer.qkv[skip:])
             ops.rope_store(parts, weights, heads._replace(queries=0), batch, self.store.layer(index))
+
+
+def apply(forward: Callable[[Ops, RowBatch], T], ops: Ops, layout: Layout, runs: list[Run], block: Tensor) -> T:
+    """A forward of the rows that a block of integers on the device describes."""
+    return forward(ops, layout.views(block, runs))
 
 
 class DrafterSession:

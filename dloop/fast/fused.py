@@ -24,11 +24,11 @@ class TritonOps:
 
     def linear(self, x: Float[Tensor, "R K"], w: Float[Tensor, "N K"]) -> Float[Tensor, "S R N"]:
         """x w^T in as many parts as the weight's shape asks for."""
-        return linear.launch(x, w, tiling_of(len(x), *w.shape), gated=False, pdl=self.pdl)
+        return linear.launch(x, w, tiling_of(len(x), w.shape[0], w.shape[1]), gated=False, pdl=self.pdl)
 
     def gated(self, x: Float[Tensor, "R K"], w: Float[Tensor, "I2 K"]) -> Float[Tensor, "R I"]:
         """silu(x w_gate^T) * (x w_up^T)."""
-        return linear.launch(x, w, tiling_of(len(x), *w.shape, gated=True), gated=True, pdl=self.pdl)[0]
+        return linear.launch(x, w, tiling_of(len(x), w.shape[0], w.shape[1], gated=True), gated=True, pdl=self.pdl)[0]
 
     def add_norm(
         self, residual: Float[Tensor, "R D"], parts: Float[Tensor, "S R D"] | None, gain: Tensor, eps: float
@@ -49,7 +49,7 @@ class TritonOps:
 
     def head(self, x: Float[Tensor, "R D"], w: Float[Tensor, "V D"]) -> Float[Tensor, "R V"]:
         """Logits."""
-        whole = tiling_of(len(x), *w.shape)._replace(split=1)
+        whole = tiling_of(len(x), w.shape[0], w.shape[1])._replace(split=1)
         return linear.launch(x, w, whole, gated=False, pdl=self.pdl)[0]
 
     def propose(

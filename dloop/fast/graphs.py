@@ -1,6 +1,6 @@
 """Run a function of one block of integers; on a GPU it is captured once for each layout and replayed afterwards."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dloop.fast.rows import Integers
+from dloop.fast.rows import Integers, Layout, blank
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Graphs:
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self.device = device
         self.enabled = enabled
-        self._captured: dict[Hashable, Captured[object]] = {}
+        self._captured: dict[tuple[str, Layout], Captured[object]] = {}
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
 
     def clear(self) -> None:
@@ -38,13 +38,14 @@ class Graphs:
         self._captured.clear()
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None  # the old one dies with its graphs
 
-    def __call__(self, key: Hashable, block: Integers, fn: Callable[[Int[Tensor, " n"]], T], empty: Integers) -> T:
-        """fn(block on the device). `empty` is a block of the same layout that touches no memory, to capture with."""
+    def __call__(self, name: str, layout: Layout, block: Integers, fn: Callable[[Int[Tensor, " n"]], T]) -> T:
+        """fn(block on the device). A graph is captured with an empty block of the layout, which touches no memory."""
         if not self.enabled:
             return fn(torch.from_numpy(block).to(self.device))
-        found = self._captured.get(key)
+        found = self._captured.get((name, layout))
         if found is None:
-            found = self._captured[key] = cast(Captured[object], self._capture(fn, empty))
+            captured = self._capture(fn, blank(layout)[0])
+            found = self._captured[name, layout] = cast(Captured[object], captured)
         found.copied.synchronize()
         found.host.numpy()[:] = block
         found.block.copy_(found.host, non_blocking=True)
@@ -53,7 +54,7 @@ class Graphs:
         return cast(T, found.out)
 
     def _capture(self, fn: Callable[[Int[Tensor, " n"]], T], empty: Integers) -> Captured[T]:
-        host = torch.from_numpy(empty.copy()).pin_memory()
+        host = torch.from_numpy(empty).pin_memory()
         block = host.to(self.device)
         graph, out = self.capture(lambda: fn(block))
         return Captured(host=host, block=block, copied=torch.cuda.Event(), graph=graph, out=out)

@@ -1,7 +1,7 @@
 """The static target: one forward over flat rows of any number of sequences, behind the adapter's own protocol."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -13,7 +13,7 @@ from dloop.fast.graphs import Graphs
 from dloop.fast.lease import Leased, lease
 from dloop.fast.ops import Ops, kernel_ops, supports
 from dloop.fast.plain import PlainOps
-from dloop.fast.rows import Layout, Run, blank, bucket_of, pack_rows, runs_of
+from dloop.fast.rows import Layout, Run, bucket_of, pack_rows, runs_of
 from dloop.fast.stack import Memory, PrefillOps, run_stack
 from dloop.fast.weights import Stack, target_stack
 from dloop.kernels.shapes import Heads
@@ -109,11 +109,8 @@ class FastMemory(Leased):
         columns = columns_of(self.target.stack.heads, max(run.count for run in runs))
         layout = Layout(rows=size, tile_rows=columns.rows, tree=tree)
         ops: Ops = kernel_ops(columns.count) if self.kernels else PlainOps()
-
-        def forward(block: Int[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
-            return self.forward(ops, layout, runs, size, block)
-
-        tapped, last, logits = self.graphs(layout, pack_rows(rows, runs, layout), forward, blank(layout)[0])
+        forward = partial(self.forward, ops, layout, runs, size)
+        tapped, last, logits = self.graphs("verify", layout, pack_rows(rows, runs, layout), forward)
         return Seen(logits=logits[:n], features=Features(taps=tapped[:n], last=last[:n]))
 
     def forward(
