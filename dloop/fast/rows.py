@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
-from numpy.typing import NDArray
+from jaxtyping import Int, Int32
 from torch import Tensor
 
 from dloop.kernels.shapes import FILL, GROUP, KEYS, NEVER, Place, Tiles
@@ -14,7 +13,7 @@ from dloop.types import Rows
 
 FIELDS = 7  # token, slot, index, position, visible, state, base
 TILE = 4  # integers that describe a tile
-Integers = NDArray[np.int32]
+Integers = Int32[np.ndarray, "..."]
 
 
 @dataclass(frozen=True)

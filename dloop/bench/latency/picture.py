@@ -43,10 +43,11 @@ def panel(axes: Any, entry: Entry) -> None:
         if None not in bounds:
             axes.fill_between(counts, *zip(*bounds, strict=True), color=colour, alpha=0.2, linewidth=0)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set_yscale("log", subs=(2, 3, 5))
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.xaxis.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("rows")
     axes.set_title(f"{entry['context']:,} tokens of context", fontsize=9)
     axes.grid(color="#dddddd", linewidth=0.6)
