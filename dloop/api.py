@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from dloop.drafters.block import BlockDrafter
+from dloop.drafters.host import HostDrafter
 from dloop.gate import FixedGate, Gate, GateSum
 from dloop.load import check_pair
 from dloop.loop import Judge, Session, decode, run_one
@@ -74,7 +74,7 @@ class Stream:
 
 def stream(
     target: HFTarget,
-    drafter: BlockDrafter | None,
+    drafter: HostDrafter | None,
     prompt_ids: Sequence[int] | Tensor,
     max_new_tokens: int = 256,
     loop_gate: float = 1.0,
@@ -102,7 +102,7 @@ def stream(
 
 def generate(
     target: HFTarget,
-    drafter: BlockDrafter | None,
+    drafter: HostDrafter | None,
     prompt_ids: Sequence[int] | Tensor,
     max_new_tokens: int = 256,
     loop_gate: float = 1.0,
@@ -178,7 +178,7 @@ def generate_autoregressive(
 
 def start(
     target: HFTarget,
-    drafter: BlockDrafter | None,
+    drafter: HostDrafter | None,
     prompt_ids: Sequence[int] | Tensor,
     settings: Settings,
     judge: Judge | None = None,
@@ -197,7 +197,7 @@ def start(
     return Stream(run_one(task, session), None if sampling.is_greedy else sampling.seed, target.is_exact)
 
 
-def check_request(target: HFTarget, drafter: BlockDrafter | None, settings: Settings) -> None:
+def check_request(target: HFTarget, drafter: HostDrafter | None, settings: Settings) -> None:
     """Raises UserError for settings that these models cannot honour."""
     check_types(settings)
     refuse_unsupported(settings, target, drafter)

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from dloop.api import check_request, gate_of
-from dloop.drafters.block import BlockDrafter
+from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.loop import Session, Task, decode, run_queue
 from dloop.sampling import sample_seed
@@ -41,7 +41,7 @@ class Completion:
 
 
 def generate_many(
-    target: HFTarget, drafter: BlockDrafter | None, prompts: Prompts, settings: Settings, live: int = 32
+    target: HFTarget, drafter: HostDrafter | None, prompts: Prompts, settings: Settings, live: int = 32
 ) -> Iterator[Completion]:
     """Decode all prompts, at most `live` at a time; yields each text when it ends.
 

@@ -19,7 +19,7 @@ import torch
 
 from dloop import __version__
 from dloop.api import Generation
-from dloop.drafters.block import BlockDrafter
+from dloop.drafters.host import HostDrafter
 from dloop.targets.hf import HFTarget
 from dloop.types import FinishReason, Round, StageEnd
 
@@ -119,9 +119,7 @@ class Answer:
         return (len(self.generation.tokens) - 1) / self.decode_s if self.generation.rounds else math.nan
 
 
-def document(
-    target: HFTarget, drafter: BlockDrafter | None, setting: dict[str, Json], answer: Answer
-) -> GenerationJson:
+def document(target: HFTarget, drafter: HostDrafter | None, setting: dict[str, Json], answer: Answer) -> GenerationJson:
     """The one document that `dloop generate --json` prints."""
     generation = answer.generation
     return {

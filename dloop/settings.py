@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from dloop.drafters.block import BlockDrafter
+from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.gate import GateSum
 from dloop.judge import Match, Reject
@@ -65,7 +65,7 @@ def sampling_of(settings: Settings) -> Sampling:
     return Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=seed)
 
 
-def judge_of(settings: Settings, sampling: Sampling, drafter: BlockDrafter | None = None) -> Match | Reject:
+def judge_of(settings: Settings, sampling: Sampling, drafter: HostDrafter | None = None) -> Match | Reject:
     """Greedy decoding has one rule. With a temperature, "auto" is rejection sampling where tokens are drafted left to
     right; DFlash's rows do not see one another's tokens, and drawing them would cost acceptance: "match".
     """
@@ -74,7 +74,7 @@ def judge_of(settings: Settings, sampling: Sampling, drafter: BlockDrafter | Non
     return Match(sampling) if sampling.is_greedy or matches else Reject(sampling)
 
 
-def limits_of(settings: Settings, target: HFTarget, drafter: BlockDrafter | None) -> Limits:
+def limits_of(settings: Settings, target: HFTarget, drafter: HostDrafter | None) -> Limits:
     """When to stop; "model": the target's own stop tokens. Past either model's last position nothing is drafted."""
     if settings.max_stages < 1:
         raise UserError(f"max_stages={settings.max_stages} must be at least 1")
@@ -86,7 +86,8 @@ def limits_of(settings: Settings, target: HFTarget, drafter: BlockDrafter | None
     outside = [token for token in stops if not 0 <= token < target.vocab_size]
     if outside or (isinstance(given, str) and given != "model"):
         raise UserError(f"stop_token_ids={given!r} must be 'model' or ids below {target.vocab_size}")
-    context = min(target.context, drafter.config.max_positions) if drafter else target.context
+    reach = drafter.max_positions if drafter else None
+    context = target.context if reach is None else min(target.context, reach)
     return Limits(
         max_new_tokens=settings.max_new_tokens, stop_ids=stops, max_stages=settings.max_stages, context=context
     )
@@ -120,7 +121,7 @@ def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_t
     return prompt
 
 
-def refuse_unsupported(settings: Settings, target: HFTarget, drafter: BlockDrafter | None) -> None:
+def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafter | None) -> None:
     """Options that nothing here can honour are refused by name, never ignored."""
     family = drafter.family if drafter else "plain decoding"
     for name in ("tree_budget", "stage_tree_budget"):

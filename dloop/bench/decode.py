@@ -12,7 +12,7 @@ from dloop.api import finished, start
 from dloop.bench.measure import HeaderJson, Response
 from dloop.bench.tasks import Sample
 from dloop.chat import Message, Tokenizer
-from dloop.drafters.block import BlockDrafter
+from dloop.drafters.host import HostDrafter
 from dloop.gate import ALWAYS_OPEN
 from dloop.records import SCHEMA, Answer, prompt_sha256, round_record
 from dloop.sampling import sample_seed
@@ -29,7 +29,7 @@ class Decoder:
 
     target: HFTarget
     tokenizer: Tokenizer
-    drafter: BlockDrafter | None
+    drafter: HostDrafter | None
     settings: Settings  # its seed is the run's; every sample has its own
     chat: bool  # whether prompts go into the target's chat template
 
@@ -153,7 +153,7 @@ def warm_up(decoder: Decoder, sample: Sample) -> None:
         decode_prompt(decoder, few, prompt)
         for count in range(2, shapes + 1):
             assert drafter is not None
-            room = min(count * drafter.config.stage_len + 2, target.context - len(prompt))
+            room = min(count * drafter.stage_len + 2, target.context - len(prompt))
             forced = replace(settings, loop_gate=ALWAYS_OPEN, max_stages=count, max_new_tokens=room, stop_token_ids=())
             next(start(target, drafter, prompt, forced))
 

@@ -26,7 +26,7 @@ class Block(NamedTuple):
 
 def control_sizes(pair: Pair, plan: Plan) -> list[int]:
     """Rows of a verification: of the host's round, and of the longest with the loop."""
-    stage_len = pair.drafter.config.stage_len
+    stage_len = pair.drafter.stage_len
     return sorted({1 + stage_len, 1 + stage_len * plan.max_stages})
 
 

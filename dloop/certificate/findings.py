@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from dloop.certificate.margins import Difference
-from dloop.drafters.block import BlockDrafter
+from dloop.drafters.host import HostDrafter
 from dloop.loop import Judge
 from dloop.settings import Settings, judge_of
 from dloop.targets.hf import HFTarget
@@ -40,9 +40,9 @@ class Pair:
     """What is certified, in one arithmetic. `judge_of` gives the rule of acceptance."""
 
     target: HFTarget
-    drafter: BlockDrafter
+    drafter: HostDrafter
     dtype: DTypeName
-    judge_of: Callable[[Settings, Sampling, BlockDrafter | None], Judge] = judge_of
+    judge_of: Callable[[Settings, Sampling, HostDrafter | None], Judge] = judge_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from dloop.api import Generation, collect, start
 from dloop.certificate.findings import Fault, Kind, Pair, Part
 from dloop.certificate.margins import Keeping, deviation, near_tie, scores_of
-from dloop.drafters.block import BlockDrafter
+from dloop.drafters.host import HostDrafter
 from dloop.settings import Settings, sampling_of
 from dloop.targets.hf import HFTarget
 from dloop.types import Sampling
@@ -69,7 +69,7 @@ class Place:
         )
 
 
-def decode_text(pair: Pair, drafter: BlockDrafter | None, prompt: list[int], settings: Settings) -> Text:
+def decode_text(pair: Pair, drafter: HostDrafter | None, prompt: list[int], settings: Settings) -> Text:
     """Decode by the pair's own rule, keeping every row that a token was chosen from."""
     judge = Keeping(pair.judge_of(settings, sampling_of(settings), drafter))
     generation = collect(start(pair.target, drafter, prompt, settings, judge))

@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from dloop.api import Stream, finished, start
 from dloop.chat import Growing, Tokenizer, load_tokenizer
 from dloop.cli.generate import Command, Prompt
-from dloop.drafters.block import BlockDrafter
+from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.load import load_drafter, load_target
 from dloop.records import Answer, Json, document, dumps, looped_tokens, plain, stage_counts
@@ -112,14 +112,14 @@ def as_words(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-def setting_of(command: Command, settings: Settings, drafter: BlockDrafter | None) -> dict[str, Json]:
+def setting_of(command: Command, settings: Settings, drafter: HostDrafter | None) -> dict[str, Json]:
     """Every choice that led to the text, with what "as trained" came to."""
     chosen = dataclasses.asdict(settings) | {name: getattr(command, name) for name in RECORDED}
     chosen["gap_rows"] = drafter.config.gap_rows if drafter else None
     return {name: plain(value) for name, value in chosen.items()}
 
 
-def summary(done: Answer, drafter: BlockDrafter | None) -> str:
+def summary(done: Answer, drafter: HostDrafter | None) -> str:
     generation = done.generation
     parts = [f"{len(generation.tokens)} tokens, ended by {generation.finish_reason}"]
     if generation.rounds:
@@ -137,7 +137,7 @@ def summary(done: Answer, drafter: BlockDrafter | None) -> str:
     return "; ".join(parts)
 
 
-def warn_if_useless(rounds: Sequence[Round], drafter: BlockDrafter | None) -> None:
+def warn_if_useless(rounds: Sequence[Round], drafter: HostDrafter | None) -> None:
     """The target repairs everything a broken drafter does: only this number shows it."""
     if drafter is None or len(rounds) < USELESS_ROUNDS:
         return

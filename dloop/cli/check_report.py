@@ -33,7 +33,7 @@ def heading(done: Certificate) -> Text:
     where = machine["gpu"] or f"{machine['cpu']}, threads: {machine['threads']}"
     return Text.assemble(
         (f"{target.name} + {drafter.name}", "bold"),
-        f" ({drafter.family}, stages of {drafter.config.stage_len} tokens, at most {plan.max_stages}); {where}; at "
+        f" ({drafter.family}, stages of {drafter.stage_len} tokens, at most {plan.max_stages}); {where}; at "
         f"most {plan.max_new_tokens} tokens an answer; temperature {plan.temperature:g}, seed {plan.seed}",
     )
 

@@ -13,7 +13,7 @@ from dloop.api import Stream, start
 from dloop.chat import Growing, Message, Tokenizer, load_tokenizer
 from dloop.cli.answer import WIDE, Voice, device_of, hush, warn_if_useless
 from dloop.cli.chat import HELP, Command, piped, typed
-from dloop.drafters.block import BlockDrafter
+from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.load import load_drafter, load_target
 from dloop.records import SCHEMA, Json, acceptance_length, dumps, looped_tokens, plain, round_record, stage_counts
@@ -46,7 +46,7 @@ class Conversation:
     """Who talks, and all that was said."""
 
     target: HFTarget
-    drafter: BlockDrafter | None
+    drafter: HostDrafter | None
     tokenizer: Tokenizer
     settings: Settings
     opening: list[Message]  # the system prompt, if there is one

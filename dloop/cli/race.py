@@ -18,7 +18,7 @@ from dloop.chat import Tokenizer, load_tokenizer
 from dloop.cli.answer import decode as decode_stream
 from dloop.cli.answer import device_of
 from dloop.cli.demo import PROMPTS, Command
-from dloop.drafters.block import BlockDrafter
+from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.gate import NEVER_OPENS
 from dloop.judge import Match
@@ -39,7 +39,7 @@ class Pair:
 
     target: HFTarget
     tokenizer: Tokenizer
-    drafter: BlockDrafter
+    drafter: HostDrafter
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Way:
     """One way to decode."""
 
     name: str
-    drafter: BlockDrafter | None
+    drafter: HostDrafter | None
     gate: float = NEVER_OPENS
 
 

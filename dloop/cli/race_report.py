@@ -113,7 +113,7 @@ def heading(pair: Pair, command: Command) -> Text:
     where = machine["gpu"] or f"{machine['cpu']}, threads: {machine['threads']}"
     return Text.assemble(
         (f"{target.name} + {drafter.name}", "bold"),
-        f" ({drafter.family}, stages of {drafter.config.stage_len} tokens, loop gate {command.loop_gate:g}); ",
+        f" ({drafter.family}, stages of {drafter.stage_len} tokens, loop gate {command.loop_gate:g}); ",
         f"{command.dtype} on {where}; at most {command.max_new_tokens} tokens an answer",
     )
 

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, cast
 
 from dloop.checkpoint import brief
 from dloop.drafters.gap import READINGS
+from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
 from dloop.types import GapRows
 
@@ -38,29 +39,14 @@ DEEPSPEC_ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig:
+class BlockConfig(HostConfig):
     """What all block drafters share."""
 
-    family: ClassVar[str]
-    architecture: ClassVar[str]  # what SpecForge calls the family's model
-
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_positions: int
-    attention_bias: bool
     block_size: int  # rows of one stage, B
     label_shift: int  # l: 1 if rows carry same-position labels, 0 if next-token labels
     mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    gap_rows: GapRows = "producing"
+    gap_rows: GapRows = "producing"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def stage_len(self) -> int:

@@ -149,7 +149,7 @@ def transformers_peer(setting: Setting) -> dict[str, Generate]:
     if (least := smaller(setting.shape)) is not None:
         assistant = random_target(least, target.device, target.dtype, seed=2).model
         settings = cast(Any, assistant.generation_config)
-        settings.num_assistant_tokens = setting.pair.drafter.config.stage_len
+        settings.num_assistant_tokens = setting.pair.drafter.stage_len
         settings.num_assistant_tokens_schedule = "constant"
         settings.assistant_confidence_threshold = 0.0  # random weights are never confident
         found[f"transformers, assisted by {least.name}"] = hf_generate(setting, {"assistant_model": assistant})

@@ -1,0 +1,85 @@
+"""What all drafters share, block and autoregressive: the shape of a layer, and a loaded drafter without memory."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from torch import nn
+
+from dloop.loop import Drafter
+from dloop.types import GapRows, Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostConfig:
+    """What the configs of all families say."""
+
+    family: ClassVar[str]
+    architecture: ClassVar[str]  # what the family's published layout calls its model
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_positions: int
+    attention_bias: bool
+    target_layer_ids: tuple[int, ...]  # layers of the target whose outputs are read
+    num_target_layers: int
+    gap_rows: GapRows | None = None  # None: the family leaves no gap
+    own_rope: bool = False  # whether the base was named on purpose, so that it may differ from the target's
+
+    @property
+    def stage_len(self) -> int:
+        """Tokens of one stage, as the family was published."""
+        raise NotImplementedError
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Hidden size of the target's layers."""
+        return self.hidden_size
+
+
+class HostModel(nn.Module):
+    """Weights of a drafter under their published names; no memory."""
+
+    def __init__(self, config: HostConfig) -> None:
+        super().__init__()
+        self.config = config
+
+
+@dataclass(frozen=True)
+class HostDrafter(ABC):
+    """A loaded drafter: weights and facts, no memory. `open` gives memory."""
+
+    name: str
+    family: str
+    model: HostModel
+    vocabulary: Vocabulary
+    folder: Path | None = None
+
+    @property
+    def config(self) -> HostConfig:
+        return self.model.config
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.target_layer_ids
+
+    @property
+    def stage_len(self) -> int:
+        """Tokens of one stage."""
+        return self.config.stage_len
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions it can draft at; None: as many as its target has."""
+        return self.config.max_positions
+
+    @abstractmethod
+    def open(self) -> Drafter:
+        """Fresh memory."""

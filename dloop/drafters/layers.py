@@ -1,0 +1,126 @@
+"""The layer parts that drafters share: RMSNorm, rotary positions, grouped attention over a memory, the gated MLP.
+
+Source of the arithmetic: the Llama and Qwen3 blocks of Hugging Face transformers.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dloop.drafters.host import HostConfig
+from dloop.drafters.memory import KeyValues, join
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines of some positions, ready to be applied to [B, H, n, d]."""
+
+    cos: Float[Tensor, "B 1 n d"]
+    sin: Float[Tensor, "B 1 n d"]
+
+    @classmethod
+    def at(cls, positions: Int[Tensor, "B n"], config: HostConfig, dtype: torch.dtype) -> "Rotary":
+        """Rotate-half RoPE; angles in float32 at least, for any position, cast like the states afterwards."""
+        wide = torch.promote_types(dtype, torch.float32)
+        steps = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=wide)
+        frequencies = 1.0 / config.rope_theta ** (steps / config.head_dim)
+        angles = (positions[..., None].to(wide) * frequencies).repeat(1, 1, 2)
+        return cls(angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None])
+
+    def rotate(self, x: Float[Tensor, "B H n d"]) -> Float[Tensor, "B H n d"]:
+        first, second = x.chunk(2, -1)
+        return x * self.cos + torch.cat([-second, first], -1) * self.sin
+
+
+class RMSNorm(nn.Module):
+    """Variance in float32, cast back, then the weight: Qwen3's order, and Llama's."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped attention of rows over a memory. `width`: of what the projections read."""
+
+    def __init__(self, config: HostConfig, width: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=bias)
+
+    def queries(self, rows: Float[Tensor, "B n W"], rotary: Rotary) -> Float[Tensor, "B H n d"]:
+        """Rotated queries."""
+        return rotary.rotate(self.heads(self.q_proj(rows)))
+
+    def project(self, rows: Float[Tensor, "B n W"], rotary: Rotary) -> KeyValues:
+        """Keys (rotated) and values (not) of any rows."""
+        return KeyValues(rotary.rotate(self.heads(self.k_proj(rows))), self.heads(self.v_proj(rows)))
+
+    def output(self, mixed: Float[Tensor, "B H n d"]) -> Float[Tensor, "B n D"]:
+        """Mixed values of all heads, back in the hidden size."""
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def heads(self, x: Float[Tensor, "B n W"]) -> Float[Tensor, "B H n d"]:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class NormedAttention(Attention):
+    """With an RMSNorm of every query's and key's head, before the rotation."""
+
+    def __init__(self, config: HostConfig, width: int) -> None:
+        super().__init__(config, width)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def queries(self, rows: Float[Tensor, "B n W"], rotary: Rotary) -> Float[Tensor, "B H n d"]:
+        return rotary.rotate(self.q_norm(self.heads(self.q_proj(rows))))
+
+    def project(self, rows: Float[Tensor, "B n W"], rotary: Rotary) -> KeyValues:
+        keys = self.k_norm(self.heads(self.k_proj(rows)))
+        return KeyValues(rotary.rotate(keys), self.heads(self.v_proj(rows)))
+
+    def forward(
+        self, rows: Float[Tensor, "B R W"], rotary: Rotary, memory: KeyValues, mask: Bool[Tensor, "B 1 R S"] | None
+    ) -> Float[Tensor, "B R D"]:
+        """Attend over [memory ; rows]; `mask` (True = visible) covers all S of them, None shows everything."""
+        seen = join(memory, self.project(rows, rotary))
+        return self.output(attend(self.queries(rows, rotary), seen, mask))
+
+
+class MLP(nn.Module):
+    """Gated linear unit with SiLU."""
+
+    def __init__(self, config: HostConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "B R D"]) -> Float[Tensor, "B R D"]:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def attend(
+    queries: Float[Tensor, "B H n d"], seen: KeyValues, mask: Bool[Tensor, "#B 1 n S"] | None = None
+) -> Float[Tensor, "B H n d"]:
+    """Softmax attention of grouped heads; `mask` True = visible, None shows everything."""
+    batch, heads, count, dim = queries.shape
+    shared = seen.keys.shape[1]
+    groups = heads // shared
+    # The heads of a group share keys: fold them into the rows instead of copying the keys.
+    folded = queries.reshape(batch, shared, groups * count, dim)
+    visible = None if mask is None else mask.repeat(1, 1, groups, 1)
+    mixed = F.scaled_dot_product_attention(folded, seen.keys, seen.values, attn_mask=visible, scale=dim**-0.5)
+    return mixed.reshape(batch, heads, count, dim)
