@@ -14,6 +14,7 @@ from dloop.settings import (
     Budget,
     Settings,
     Verify,
+    at_depth,
     check_prompt,
     check_types,
     judge_of,
@@ -188,6 +189,7 @@ def start(
     `judge` replaces the one the settings ask for.
     """
     check_request(target, drafter, settings)
+    drafter = at_depth(drafter, settings)
     prompt = check_prompt(prompt_ids, target, settings.max_new_tokens)
     sampling = sampling_of(settings)
     limits = limits_of(settings, target, drafter)

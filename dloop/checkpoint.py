@@ -158,6 +158,15 @@ def opened(file: Path) -> safe_open:
         ) from error
 
 
+def tensor_names(folder: Path) -> list[str]:
+    """The names of all tensors of a checkpoint; reads headers alone."""
+    names: list[str] = []
+    for file in weight_files(folder):
+        with opened(file) as handle:
+            names += handle.keys()
+    return names
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, on the CPU."""
     tensors: dict[str, Tensor] = {}
@@ -171,7 +180,8 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, Tensor], source: str)
     """Put every tensor to use: same names, same shapes, finite values. `module` may live on the meta device."""
     for fault, names in tensor_faults(module, tensors).items():
         complain(source, fault, names)
-    check_values(source, tensors)
+    weights = [name for name, value in module.state_dict().items() if value.is_floating_point()]  # maps are no weights
+    check_values(source, {name: tensors[name] for name in weights})
     module.load_state_dict(dict(tensors), strict=True, assign=True)
 
 

@@ -1,15 +1,19 @@
 """What a config says its checkpoint is: a target that can be decoded exactly, or a drafter and of which family."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, cast
 
 from dloop.checkpoint import brief
 from dloop.drafters.config import DEEPSPEC_ARCHITECTURES, LIMITS, BlockConfig, Json, Reader, fully_attends
+from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
 from dloop.targets.hf import SUPPORTED, HFTarget
 
-FAMILIES = ("dflash", "dspark", "domino")
-HEADS = {"markov_head.": "dspark", "prefix_gru.": "domino"}  # tensors that only one family has
+BLOCK_FAMILIES = ("dflash", "dspark", "domino")
+FAMILIES = (*BLOCK_FAMILIES, "eagle3")
+HEADS = {"markov_head.": "dspark", "prefix_gru.": "domino", "midlayer.": "eagle3"}  # tensors that only one family has
+EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+DEEPSPEC_EAGLE3 = ("Qwen3Eagle3Model", "Gemma4Eagle3Model", "Eagle3DraftModel")
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # whose frequencies are the same in every forward
 
 
@@ -17,7 +21,7 @@ def check_target(raw: Json, name: str) -> None:
     """Refuse what is not a target, or not one that can be decoded exactly here."""
     if is_drafter(raw):
         raise UserError(
-            f"{name} is a drafter for a target of {brief(raw.get('num_target_layers'))} layers, not a target; "
+            f"{name} is a drafter{of_layers(raw)}, not a target; "
             "give it as the drafter (--draft-model) and its target as the target (--model)"
         )
     kind = raw.get("model_type")
@@ -65,28 +69,39 @@ def check_rope(raw: Json, name: str) -> None:
 
 def is_drafter(raw: Json) -> bool:
     """Whether a config has fields that only drafters have."""
-    return "dflash_config" in raw or "target_layer_ids" in raw or "block_size" in raw
+    own = ("dflash_config", "target_layer_ids", "block_size", "draft_vocab_size")
+    return any(key in raw for key in own) or raw.get("architectures") == [EAGLE3_ARCHITECTURES[0]]
 
 
-def detect_family(raw: Json, name: str) -> str:
-    """The host family, from the config alone, in the published order of precedence."""
+def of_layers(raw: Json) -> str:
+    """For what target a drafter's config says that it is."""
+    layers = raw.get("num_target_layers")
+    return "" if layers is None else f" for a target of {brief(layers)} layers"
+
+
+def architecture_of(raw: Json, name: str) -> str:
+    """The first architecture a config names."""
     architectures = raw.get("architectures") or ["(none)"]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise UserError(
             f"{name}: architectures={brief(architectures)} must be a list of names; fetch config.json again"
         )
-    architecture = architectures[0]
+    return architectures[0]
+
+
+def detect_family(raw: Json, name: str, tensors: Callable[[], Iterable[str]] = tuple) -> str:
+    """The host family, from the config, in the published order of precedence.
+
+    `tensors` gives the names of the stored tensors; asked only where a Llama config may be that of SafeAILab's EAGLE-3.
+    """
+    architecture = architecture_of(raw, name)
     own = raw.get("dflash_config")
     if own is not None and not isinstance(own, Mapping):
         raise UserError(f"{name}: dflash_config={brief(own)} must be an object; fetch config.json again")
     nested = cast(Json, own or {})
     projector = nested.get("projector_type")
-    if architecture == "DFlash2DraftModel" or any(
-        nested.get(k, raw.get(k)) for k in ("conv_kernel_size", "selector_rank")
-    ):
-        found = "a DFlash 2 drafter (another model than DFlash)"
-    elif "speculators_model_type" in raw or "transformer_layer_config" in raw:
-        found = "a drafter in vLLM's speculators format; convert it to its published host format"
+    if (found := foreign(raw, architecture)) is not None:
+        pass
     elif architecture in DEEPSPEC_ARCHITECTURES or projector == "dspark" or architecture == "DSparkDraftModel":
         if architecture.startswith("Gemma4"):
             raise UserError(
@@ -98,6 +113,8 @@ def detect_family(raw: Json, name: str) -> str:
         return "domino"
     elif architecture == "DFlashDraftModel" and projector is None:
         return "dflash"
+    elif architecture in EAGLE3_ARCHITECTURES or is_safeailab(raw, tensors):
+        return "eagle3"
     elif not is_drafter(raw):
         found = (
             f"a plain {architecture}, not a drafter; give it as the target (--model), and a drafter trained for it "
@@ -106,6 +123,28 @@ def detect_family(raw: Json, name: str) -> str:
     else:
         found = f"of architecture {brief(architecture)} with projector type {brief(projector)}"
     raise UserError(f"{name} is {found}; supported families: {', '.join(FAMILIES)}")
+
+
+def foreign(raw: Json, architecture: str) -> str | None:
+    """What a config describes that has a family's name or form and is another model or format; None: nothing such."""
+    nested = cast(Json, raw.get("dflash_config") or {})
+    if architecture == "DFlash2DraftModel" or any(
+        nested.get(key, raw.get(key)) for key in ("conv_kernel_size", "selector_rank")
+    ):
+        return "a DFlash 2 drafter (another model than DFlash)"
+    if "speculators_model_type" in raw or "transformer_layer_config" in raw:
+        return "a drafter in vLLM's speculators format; convert it to its published host format"
+    if architecture in DEEPSPEC_EAGLE3:
+        return (
+            f'DeepSpec\'s own "eagle3" ({architecture}: five target layers, query and key norms, whole vocabulary), '
+            "another model than EAGLE-3; use a checkpoint of SpecForge or SafeAILab"
+        )
+    return None
+
+
+def is_safeailab(raw: Json, tensors: Callable[[], Iterable[str]]) -> bool:
+    """Whether a plain Llama config belongs to an EAGLE-3 checkpoint: only its tensors tell."""
+    return raw.get("model_type") == "llama" and any(key.startswith("midlayer.") for key in tensors())
 
 
 def check_heads(family: str, tensors: Iterable[str], name: str) -> None:
@@ -126,7 +165,7 @@ class Misfit(NamedTuple):
     message: str
 
 
-def misfits(config: BlockConfig, target: HFTarget, name: str) -> Iterator[Misfit]:
+def misfits(config: HostConfig, target: HFTarget, name: str) -> Iterator[Misfit]:
     """A drafter fits one target only: every mismatch would lower acceptance silently."""
     if config.vocab_size != target.vocab_size:
         yield Misfit(
@@ -134,10 +173,10 @@ def misfits(config: BlockConfig, target: HFTarget, name: str) -> Iterator[Misfit
             f"{name} has a vocabulary of {config.vocab_size} tokens, {target.name} one of {target.vocab_size}; "
             "they must be the same: use the drafter trained for this target",
         )
-    if config.hidden_size != target.hidden_size:
+    if config.feature_size != target.hidden_size:
         yield Misfit(
             "hidden_size",
-            f"{name} expects hidden size {config.hidden_size}, {target.name} has {target.hidden_size}; use its target",
+            f"{name} expects hidden size {config.feature_size}, {target.name} has {target.hidden_size}; use its target",
         )
     if config.num_target_layers != target.num_layers:
         yield Misfit(
@@ -152,13 +191,14 @@ def misfits(config: BlockConfig, target: HFTarget, name: str) -> Iterator[Misfit
             f"{name} taps the layers {list(taps)} of a target with layers 0..{target.num_layers - 1}; taps must "
             f"increase and stay below {target.num_layers - 1} (the last layer's state exists normed and un-normed)",
         )
-    if config.rope_theta != target.rope_theta:
+    if config.rope_theta != target.rope_theta and not config.own_rope:
         yield Misfit(
             "rope_theta",
             f"{name} has RoPE base {config.rope_theta:g}, {target.name} {target.rope_theta:g}; a drafter run "
-            "with another base than it was trained with accepts almost nothing: correct rope_theta in its config.json",
+            "with another base than it was trained with accepts almost nothing: correct rope_theta in its config.json"
+            + ("" if isinstance(config, BlockConfig) else ", or name the right one (--draft-rope-theta)"),
         )
-    if config.mask_token_id >= config.vocab_size:
+    if isinstance(config, BlockConfig) and config.mask_token_id >= config.vocab_size:
         yield Misfit(
             "mask_token_id",
             f"{name}: mask_token_id={config.mask_token_id} is out of range; the vocabulary has "
@@ -166,7 +206,7 @@ def misfits(config: BlockConfig, target: HFTarget, name: str) -> Iterator[Misfit
         )
 
 
-def check_pair(config: BlockConfig, target: HFTarget, name: str) -> None:
+def check_pair(config: HostConfig, target: HFTarget, name: str) -> None:
     """Refuse a drafter at its first misfit."""
     for misfit in misfits(config, target, name):
         raise UserError(misfit.message)

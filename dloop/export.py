@@ -1,12 +1,13 @@
-"""Block drafters between their published layouts. Tensors are passed on bit for bit.
+"""Drafters between their published layouts. Tensors are passed on bit for bit.
 
 specforge: a nested config that names the family's own model. dflash: the same under DFlashDraftModel, as the released
 Domino files, z-lab's and SpecForge's early DSpark ones. deepspec: DSpark's flat config, with the target's vocabulary.
+EAGLE-3 has one layout, specforge, which SafeAILab's code reads as well.
 Sources: the checkpoints of z-lab, DeepSpec, SpecForge and Domino, and the loaders that read them.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, cast
 
@@ -17,13 +18,13 @@ from dloop import checkpoint
 from dloop.detect import check_heads, check_pair, detect_family
 from dloop.drafters.config import BlockConfig, Json
 from dloop.drafters.families import READERS, build, named
+from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
-from dloop.load import DEMO
+from dloop.load import DEMO, EMBEDDING, HEAD
 from dloop.targets.hf import HFTarget
 from dloop.types import Vocabulary
 
 Layout = Literal["specforge", "dflash", "deepspec"]
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FLAT = ("projector_type", "attention_mode")  # what only the nested layout says
 TOP = ("block_size", "num_target_layers")
 NESTED = (
@@ -48,27 +49,33 @@ def in_layout(
 
     Raises UserError if the family has no such layout, or if a vocabulary of the drafter's own would be lost.
     """
-    read = read_config(config, "the drafter")
-    own = {key: tensors[key] for key in (EMBEDDING, HEAD) if key in tensors}
+    read = read_config(config, "the drafter", tensors)
+    shared = {EMBEDDING: vocabulary.embedding} | ({} if read.own_head else {HEAD: vocabulary.head})
+    own = {key: tensors[key] for key in shared if key in tensors}
     rest = {key: value for key, value in tensors.items() if key not in own}
+    if layout != "specforge" and not isinstance(read, BlockConfig):
+        raise UserError(f"the {layout} layout is for block drafters, this drafter is {read.family}; use specforge")
     if layout == "deepspec":
         if read.family != "dspark":
             raise UserError(f"the deepspec layout is DSpark's, this drafter is {read.family}; use specforge or dflash")
         own = own or {EMBEDDING: vocabulary.embedding.clone(), HEAD: vocabulary.head.clone()}  # a tied pair is one
         return flat(config), rest | own
-    for key, shared in ((EMBEDDING, vocabulary.embedding), (HEAD, vocabulary.head)):
-        if key in own and not torch.equal(own[key].to(shared.device, shared.dtype), shared):
+    for key, kept in shared.items():
+        if key in own and not torch.equal(own[key].to(kept.device, kept.dtype), kept):
             raise UserError(
                 f"the drafter's {key} is not its target's, and the {layout} layout has no place for it; "
                 "give the target that it was trained for, or keep the deepspec layout"
             )
+    if not isinstance(read, BlockConfig):
+        top = {key: value for key, value in config.items() if key != "auto_map"}
+        return top | {"architectures": [read.architecture]}, rest
     found = nested(config, read.architecture, meanings(read))
     return found if layout == "specforge" else early(found), rest
 
 
-def read_config(config: Json, name: str) -> BlockConfig:
-    """The config of any family. Raises UserError naming what is wrong with it."""
-    return READERS[detect_family(config, name)](config, name)
+def read_config(config: Json, name: str, tensors: Iterable[str]) -> HostConfig:
+    """The config of any family, of a checkpoint with these tensors. Raises UserError naming what is wrong with it."""
+    return READERS[detect_family(config, name, lambda: tensors)](config, name)
 
 
 def flat(config: Json) -> dict[str, object]:
@@ -113,12 +120,14 @@ def read_drafter(name: str, revision: str | None) -> tuple[dict[str, object], di
         checkpoint.only_hub(revision, name, "drafter")
     folder = DEMO if name == "demo" else checkpoint.resolve(name, revision, "drafter")
     raw = checkpoint.read_json(folder / "config.json", name)
-    config = READERS[detect_family(raw, name)](raw, f"{name}/config.json")
-    tensors = named(config.family, checkpoint.read_tensors(folder))
+    stored = checkpoint.read_tensors(folder)
+    config = READERS[detect_family(raw, name, lambda: stored)](raw, f"{name}/config.json")
+    tensors = named(config, stored, name)
     check_heads(config.family, tensors, name)
     with torch.device("meta"):
         model = build(config)
-    backbone = {key: value for key, value in tensors.items() if key not in (EMBEDDING, HEAD)}
+    shared = (EMBEDDING,) if config.own_head else (EMBEDDING, HEAD)
+    backbone = {key: value for key, value in tensors.items() if key not in shared}
     checkpoint.load_strictly(model, backbone, name)
     return raw, tensors
 
@@ -133,7 +142,7 @@ def export(
 ) -> int:
     """Write a drafter that `read_drafter` gave in this layout; the folder appears when it is whole. Give its bytes."""
     config, tensors = stored
-    check_pair(read_config(config, name), target, name)
+    check_pair(read_config(config, name, tensors).for_target(target.num_layers), target, name)
     written, kept = in_layout(layout, config, tensors, target.vocabulary)
     partial = folder.parent / f".{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)

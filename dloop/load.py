@@ -1,7 +1,7 @@
 """From names to loaded models. The family of a drafter is read from its config, never from a path."""
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -12,11 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from dloop import checkpoint
 from dloop.checkpoint import brief
-from dloop.detect import check_heads, check_pair, check_target, detect_family
+from dloop.detect import BLOCK_FAMILIES, check_heads, check_pair, check_target, detect_family
 from dloop.drafters.block import BlockDrafter
-from dloop.drafters.config import MAX_BASE
-from dloop.drafters.families import READERS, build, named
+from dloop.drafters.config import MAX_BASE, Json
+from dloop.drafters.families import READERS, build, loaded, named
 from dloop.drafters.gap import READINGS
+from dloop.drafters.host import HostConfig, HostDrafter
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
 from dloop.types import GapRows, Vocabulary
@@ -27,6 +28,7 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 log = logging.getLogger("dloop")
 
 DEMO = Path(__file__).parent / "demo_drafter"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FAULTS = {"missing": "is missing", "unexpected": "has unexpected", "mismatched": "has wrongly shaped"}  # transformers'
 
 
@@ -135,11 +137,16 @@ def read_model(folder: Path, dtype: torch.dtype, name: str) -> PreTrainedModel:
 
 
 def load_drafter(
-    name_or_path: str, target: HFTarget, revision: str | None = None, gap_rows: GapRows | None = None
-) -> BlockDrafter:
+    name_or_path: str,
+    target: HFTarget,
+    revision: str | None = None,
+    gap_rows: GapRows | None = None,
+    rope_theta: float | None = None,
+) -> HostDrafter:
     """Load a drafter for this target: a folder, a hub id, or "demo" (shipped, for the offline target).
 
-    `gap_rows` overrides the reading that the checkpoint names. Raises UserError saying what was found.
+    `gap_rows` (block families) overrides the reading that the checkpoint names, `rope_theta` (EAGLE-3) the RoPE base:
+    some were trained with another one than their config says. Raises UserError saying what was found.
     """
     if name_or_path == "demo":
         checkpoint.only_hub(revision, name_or_path, "drafter")
@@ -149,25 +156,44 @@ def load_drafter(
     raw = checkpoint.read_json(folder / "config.json", name_or_path)
     if gap_rows is not None and gap_rows not in READINGS:
         raise UserError(f"gap_rows={gap_rows!r} is not known; choose one of {', '.join(READINGS)}")
-    family = detect_family(raw, name_or_path)
-    if gap_rows is not None:
-        raw = {**raw, "dloop_config": {"gap_rows": gap_rows}}
-    config = READERS[family](raw, f"{name_or_path}/config.json")
+    family = detect_family(raw, name_or_path, lambda: checkpoint.tensor_names(folder))
+    raw = override(raw, family, gap_rows, rope_theta)
+    config = READERS[family](raw, f"{name_or_path}/config.json").for_target(target.num_layers)
     check_pair(config, target, name_or_path)
-    tensors = named(family, checkpoint.read_tensors(folder))
+    tensors = named(config, checkpoint.read_tensors(folder), name_or_path)
     check_heads(family, tensors, name_or_path)
-    vocabulary = own_vocabulary(tensors, target, name_or_path)
+    vocabulary = own_vocabulary(config, tensors, target, name_or_path)
     with torch.device("meta"):
         model = build(config)
     checkpoint.load_strictly(model, tensors, name_or_path)
     model.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-    drafter = BlockDrafter(name=name_or_path, family=family, model=model, vocabulary=vocabulary, folder=folder)
-    return drafter_like(target, drafter)
+    return drafter_like(target, loaded(name_or_path, model, vocabulary, folder))
 
 
-def drafter_like(target: HFTarget, twin: BlockDrafter) -> BlockDrafter:
+def override(raw: Json, family: str, gap_rows: GapRows | None, rope_theta: float | None) -> Json:
+    """The config with what its user says about it. Raises UserError for what the family does not have."""
+    own = raw.get("dloop_config")
+    said: dict[str, object] = dict(cast(Json, own)) if isinstance(own, Mapping) else {}
+    if gap_rows is not None:
+        if family not in BLOCK_FAMILIES:
+            raise UserError(f"gap_rows={gap_rows!r} does not apply to {family}, which leaves no gap; leave it out")
+        said["gap_rows"] = gap_rows
+    if rope_theta is not None:
+        if family in BLOCK_FAMILIES:
+            raise UserError(
+                f"rope_theta={rope_theta:g} does not apply to {family}, which shares its target's base; correct "
+                "rope_theta in its config.json instead"
+            )
+        said["rope_theta"] = rope_theta
+    return {**raw, "dloop_config": said} if said else raw
+
+
+def drafter_like(target: HFTarget, twin: HostDrafter) -> HostDrafter:
     """The drafter on its target's engine; what the fast path does not compute stays on the twin."""
     if target.engine == "twin":
+        return twin
+    if not isinstance(twin, BlockDrafter):
+        log.info("the twin drafts: the fast path has no %s yet", twin.family)
         return twin
     from dloop.fast.drafter import FastBlockDrafter
 
@@ -191,25 +217,34 @@ def check_device(device: str) -> torch.device:
     return where
 
 
-def own_vocabulary(tensors: dict[str, Tensor], target: HFTarget, name: str) -> Vocabulary:
-    """Take `embed_tokens` and `lm_head` out of the tensors if the layout stores them; else the target's are used."""
+def own_vocabulary(config: HostConfig, tensors: dict[str, Tensor], target: HFTarget, name: str) -> Vocabulary:
+    """Take `embed_tokens` and `lm_head` out of the tensors if the layout stores them; else the target's are used.
+
+    A head of the family's own is no part of the vocabulary and stays.
+    """
     shared = target.vocabulary
-    keys = [key for key in ("embed_tokens.weight", "lm_head.weight") if key in tensors]
-    if not keys:
-        return shared
-    if len(keys) == 1:
+    stored = (EMBEDDING,) if config.own_head else (EMBEDDING, HEAD)
+    keys = [key for key in stored if key in tensors]
+    if keys and len(keys) < len(stored):
         raise UserError(
             f"{name} has {keys[0]} but not the other of embed_tokens.weight and lm_head.weight; fetch it again"
         )
     own: list[Tensor] = []
-    for key, kept in zip(keys, (shared.embedding, shared.head), strict=True):
+    for key, kept in zip(keys, (shared.embedding, shared.head), strict=False):
         weight = tensors.pop(key)
         checkpoint.check_values(name, {key: weight})
-        if weight.shape != kept.shape:
-            raise UserError(f"{name}: {key} is {tuple(weight.shape)}; expected {tuple(kept.shape)} as in {target.name}")
+        expected = (len(kept), config.hidden_size)
+        if weight.shape != expected:
+            raise UserError(f"{name}: {key} is {tuple(weight.shape)}; expected {expected} as in {target.name}")
         moved = weight.to(device=target.device, dtype=target.dtype)
         own.append(kept if torch.equal(moved, kept) else moved)  # equal by construction: keep one copy
-    return Vocabulary(embedding=own[0], head=own[1])
+    embedding, head = [*own, *(shared.embedding, shared.head)[len(own) :]]
+    if embedding.shape[1] != config.hidden_size:
+        raise UserError(
+            f"{name} has hidden size {config.hidden_size} and no embed_tokens.weight, and the embedding of "
+            f"{target.name} is {embedding.shape[1]} wide: use the drafter trained for this target"
+        )
+    return Vocabulary(embedding=embedding, head=head)
 
 
 def read_stop_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:

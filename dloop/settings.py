@@ -1,5 +1,6 @@
 """What decides a decode besides the models and the prompt: its fields, their checks, and what they are turned into."""
 
+import logging
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.gate import GateSum
@@ -15,6 +17,10 @@ from dloop.judge import Match, Reject
 from dloop.loop import Limits
 from dloop.sampling import Sampling, fresh_seed
 from dloop.targets.hf import HFTarget
+
+MOST_DEPTH = 1024  # tokens of a stage
+
+log = logging.getLogger("dloop")
 
 Verify = Literal["auto", "match", "reject"]
 Budget = int | Literal["host"]
@@ -57,6 +63,13 @@ def check_types(settings: Settings) -> None:
                 raise UserError(f"{name}={value!r} must be {what}")
     if not (isinstance(settings.exact, bool) or settings.exact == "auto"):
         raise UserError(f"exact={settings.exact!r} must be True, False or 'auto'")
+
+
+def at_depth(drafter: HostDrafter | None, settings: Settings) -> HostDrafter | None:
+    """The drafter with stages as long as the settings ask for."""
+    if settings.draft_depth is None or not isinstance(drafter, ChainDrafter):
+        return drafter
+    return drafter.at_depth(operator.index(settings.draft_depth))
 
 
 def sampling_of(settings: Settings) -> Sampling:
@@ -128,7 +141,8 @@ def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafte
         value: Budget = getattr(settings, name)
         if value not in ("host", 0):
             raise UserError(f"{name}={value!r}: trees are not offered for {family}; use 0 or 'host' (a chain)")
-    for name in ("draft_depth", "mtp_k", "topk_k", "tree_width", "tree_beta"):
+    refuse_depth(settings, drafter)
+    for name in ("mtp_k", "topk_k", "tree_width", "tree_beta"):
         if getattr(settings, name) != getattr(Settings, name):  # the default: not given
             raise UserError(f"{name}={getattr(settings, name)} does not apply to {family}; leave it out")
     if settings.verify not in get_args(Verify):
@@ -138,3 +152,17 @@ def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafte
             f"exact=True needs the fast path's kernels (bfloat16 on a Hopper GPU or newer); {target.name} runs in "
             f"{target.dtype} on {target.device} on the {target.engine} engine: use exact='auto', or dtype float32"
         )
+
+
+def refuse_depth(settings: Settings, drafter: HostDrafter | None) -> None:
+    """Raises UserError for a depth that the drafter has not; says once that EAGLE-3's tree is left out."""
+    depth = settings.draft_depth
+    if not isinstance(drafter, ChainDrafter):
+        if depth is not None:
+            family = drafter.family if drafter else "plain decoding"
+            raise UserError(f"draft_depth={depth} does not apply to {family}; leave it out")
+        return
+    if depth is not None and not 1 <= depth <= MOST_DEPTH:
+        raise UserError(f"draft_depth={depth} must be at least 1 and at most {MOST_DEPTH}")
+    if drafter.family == "eagle3" and settings.tree_budget == "host":
+        log.warning("EAGLE-3's published tree is not offered yet: a stage is a chain, as with --tree-budget 0")

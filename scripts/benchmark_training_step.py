@@ -26,8 +26,9 @@ from dloop.records import hardware, versions
 from dloop.targets.hf import HFTarget, run_backbone
 from dloop.train import packed
 from dloop.train.batch import TokenFile
-from dloop.train.block import ObjectiveSettings, objective_of
 from dloop.train.cache import cache_features, features_of
+from dloop.train.objective import ObjectiveSettings
+from dloop.train.objectives import objective_of
 from dloop.train.optim import Optimizer
 from dloop.train.trainer import GraphedStep, Step
 

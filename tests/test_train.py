@@ -17,10 +17,11 @@ from dloop.load import load_drafter
 from dloop.testing import good_drafter, taught_drafter, tiny_drafter, tiny_target, write_drafter, write_target
 from dloop.train.anchors import Anchors, sample_anchors
 from dloop.train.batch import TokenFile, TrainBatch, batches, plan_epoch
-from dloop.train.block import ObjectiveSettings, objective_of
 from dloop.train.cache import cache_features, features_of
 from dloop.train.checkpoint import STATE, latest, resume
 from dloop.train.losses import decay_weights, lambda_base
+from dloop.train.objective import ObjectiveSettings
+from dloop.train.objectives import objective_of
 from dloop.train.optim import Optimizer, learning_rate
 from dloop.train.packed import PackedStages
 from dloop.train.replay import total, trace, walk

@@ -12,7 +12,8 @@ from dloop.testing import tiny_drafter, tiny_target
 from dloop.train import packed
 from dloop.train.anchors import sample_anchors
 from dloop.train.batch import TrainBatch
-from dloop.train.block import ObjectiveSettings, objective_of
+from dloop.train.objective import ObjectiveSettings
+from dloop.train.objectives import objective_of
 from dloop.train.packed import num_groups
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,10 +26,11 @@ from dloop.errors import UserError
 from dloop.load import check_device, check_pair, load_drafter, load_target
 from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
-from dloop.train.block import ObjectiveSettings, objective_of
 from dloop.train.cache import cache_features, features_of
 from dloop.train.checkpoint import latest, resume
 from dloop.train.losses import DSparkWeights
+from dloop.train.objective import ObjectiveSettings
+from dloop.train.objectives import objective_of
 from dloop.train.optim import Optimizer
 from dloop.train.start import from_target
 from dloop.train.trainer import GraphedStep, Record, Step, TrainSettings, check, columns, steps_of_epochs, train

@@ -1,4 +1,4 @@
-"""Reading and writing the configuration files of block drafters in their published layouts.
+"""Reading the configuration files of drafters, and writing those of block drafters, in their published layouts.
 
 Sources: DeepSpec's flat layout (Qwen3DSparkModel), SpecForge's nested layout (`dflash_config`).
 """
@@ -25,6 +25,8 @@ LIMITS = {  # of whole numbers in a config, drafter's or target's: far beyond al
     "num_key_value_heads": (1, 4096),
     "head_dim": (1, 2**14),
     "vocab_size": (1, 2**24),
+    "draft_vocab_size": (1, 2**24),
+    "target_hidden_size": (1, 2**17),
     "max_position_embeddings": (1, 2**31),
     "block_size": (1, 1024),
     "mask_token_id": (0, 2**24),
@@ -130,7 +132,11 @@ class Reader:
         return tuple(cast(list[int], value))
 
     def rope_theta(self) -> float:
-        """Transformers 5 writes `rope_parameters`, older files `rope_theta`; a missing base is never defaulted."""
+        """Transformers 5 writes `rope_parameters`, older files `rope_theta`; a missing base is never defaulted. One
+        named on purpose wins.
+        """
+        if (named := self.named_rope()) is not None:
+            return named
         bases = {"rope_theta": self.number("rope_theta", MAX_BASE)} if self.has("rope_theta") else {}
         for key in ("rope_parameters", "rope_scaling"):
             parameters = self.raw.get(key) or {}
@@ -139,13 +145,20 @@ class Reader:
             rope = cast(Json, parameters)
             kind = rope.get("rope_type", rope.get("type", "default"))
             if kind != "default":
-                raise self.fail(f"rope type {brief(kind)} is not supported for block drafters; supported: 'default'")
+                raise self.fail(f"rope type {brief(kind)} is not supported for drafters; supported: 'default'")
             if "rope_theta" in rope:
                 bases[f"{key}.rope_theta"] = Reader(rope, self.source).number("rope_theta", MAX_BASE)
         if len(set(bases.values())) > 1:
             told = " but ".join(f"{key}={base:g}" for key, base in bases.items())
             raise self.fail(f"{told}; a drafter has one RoPE base: keep the one it was trained with")
         return next(iter(bases.values())) if bases else self.number("rope_theta", MAX_BASE)
+
+    def named_rope(self) -> float | None:
+        """`dloop_config.rope_theta`: the base the weights were trained with, where that was said on purpose."""
+        own = self.raw.get("dloop_config")
+        if not isinstance(own, Mapping) or "rope_theta" not in own:
+            return None
+        return Reader(cast(Json, own), f"{self.source}, dloop_config").number("rope_theta", MAX_BASE)
 
     def heads(self) -> dict[str, int]:
         """The shape of the attention."""
@@ -232,7 +245,7 @@ def read_dspark(raw: Json, source: str) -> DSparkConfig:
     )
 
 
-def write_config(config: BlockConfig, dtype: str) -> dict[str, object]:
+def write_block(config: BlockConfig, dtype: str) -> dict[str, object]:
     """The SpecForge nested layout, with both spellings of the RoPE base and the gap rows the training used."""
     return {
         "architectures": [config.architecture],

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import nn
 
@@ -17,6 +17,7 @@ class HostConfig:
 
     family: ClassVar[str]
     architecture: ClassVar[str]  # what the family's published layout calls its model
+    own_head: ClassVar[bool] = False  # whether it has an output matrix of its own, not the target's
 
     hidden_size: int
     intermediate_size: int
@@ -39,9 +40,13 @@ class HostConfig:
         raise NotImplementedError
 
     @property
-    def target_hidden_size(self) -> int:
+    def feature_size(self) -> int:
         """Hidden size of the target's layers."""
         return self.hidden_size
+
+    def for_target(self, num_layers: int) -> Self:
+        """What the file leaves open, filled in for a target of so many layers."""
+        return self
 
 
 class HostModel(nn.Module):

@@ -31,8 +31,9 @@ class SlotMemory:
             rows[index, 1, :, self.length : self.length + count] = layer.values[0]
         self.length += count
 
-    def commit(self) -> None:
-        self.committed = self.length
+    def commit(self, short: int = 0) -> None:
+        """Keep the tail, all but its last `short` rows."""
+        self.committed = self.length - short
 
     def drop_tail(self) -> None:
         self.length = self.committed

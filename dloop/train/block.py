@@ -2,24 +2,19 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from dloop.drafters.block import BlockModel
-from dloop.drafters.dflash import DFlash
-from dloop.drafters.domino import Domino
-from dloop.drafters.dspark import DSpark
 from dloop.targets.hf import BatchFeatures
 from dloop.train.anchors import Anchors, sample_anchors
 from dloop.train.batch import TrainBatch
 from dloop.train.losses import (
     EPSILON,
-    DSparkWeights,
     Sums,
     cross_entropy,
     decay_weights,
@@ -27,23 +22,9 @@ from dloop.train.losses import (
     lambda_base,
     weighted,
 )
+from dloop.train.objective import Loss, Objective, ObjectiveSettings, TotalWeights
 from dloop.train.packed import PackedStages
 from dloop.types import Vocabulary
-
-
-class Loss(NamedTuple):
-    """What one step minimises, and its parts; `loop` is None without a loop stage."""
-
-    total: Float[Tensor, ""]
-    host: Sums
-    loop: Sums | None
-
-
-class TotalWeights(NamedTuple):
-    """What the rows of a whole step weigh: the denominators of all its parts."""
-
-    host: Float[Tensor, ""]
-    loop: Float[Tensor, ""]
 
 
 class StageRows(NamedTuple):
@@ -56,36 +37,16 @@ class StageRows(NamedTuple):
     weights: Float[Tensor, "n k"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveSettings:
-    """What the loss is made of; the published defaults. What only one family reads carries its name in the comment."""
-
-    num_anchors: int = 512
-    loss_decay_gamma: float | None = 4.0
-    dloop_loss_weight: float = 0.25  # DSpark, Domino
-    position_offset_max: int = 0  # 0: every sample begins at position 0
-    weights: DSparkWeights = DSparkWeights()  # DSpark
-    lambda_base_start: float = 1.0  # Domino, host training
-    lambda_base_decay_ratio: float = 0.5  # Domino, host training
-
-
-class BlockObjective(nn.Module):
-    """Host loss plus one loop stage: the module to wrap, so that all stages of a step run inside one forward.
+class BlockObjective(Objective):
+    """Host loss plus one loop stage.
 
     loss = (1 - w) * host + w * loop with w = `dloop_loss_weight`; each side is normalised by its own weights, summed
     over the parts of a step. Families say what a row's terms are and how they mix.
     Source: the published README's training table.
     """
 
-    terms: ClassVar[tuple[str, ...]]
     prefix: ClassVar[bool] = False  # whether rows count only up to a stage's first token that is not a label
-    reads_teacher: ClassVar[bool] = False
-
-    def __init__(self, model: BlockModel, vocabulary: Vocabulary, settings: ObjectiveSettings) -> None:
-        super().__init__()
-        self.model = model
-        self.vocabulary = vocabulary
-        self.settings = settings
+    model: BlockModel  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @abstractmethod
     def row_sums(self, rows: StageRows) -> Sums:
@@ -133,15 +94,11 @@ class BlockObjective(nn.Module):
         parts = [share * term for share, term in zip(self.mix(), sums.terms.unbind(), strict=True)]
         return torch.stack(parts).sum()
 
-    def begin_host_step(self, step: int, num_steps: int) -> None:
-        """Set what changes over the steps of a host training; loop training never calls it."""
-
     def draw(self, batch: TrainBatch) -> Anchors:
         """Fresh anchors for a batch."""
         return sample_anchors(batch.loss_mask, self.settings.num_anchors)
 
     def total_weights(self, parts: Sequence[tuple[TrainBatch, Anchors]], depth: int) -> TotalWeights:
-        """What all rows of a step weigh. Needs labels alone, so that it is known before the first forward."""
         host, loop = (
             torch.stack([self.row_weights(stage_index, anchors, batch).sum() for batch, anchors in parts]).sum()
             for stage_index in (0, depth)
@@ -272,16 +229,3 @@ def states_at(states: Float[Tensor, "B T D"], positions: Int[Tensor, "B A k"]) -
     """The states at these positions; beyond the end the last one, whose row weighs nothing."""
     where = positions.clamp(max=states.shape[1] - 1).flatten(1)[..., None].expand(-1, -1, states.shape[-1])
     return states.gather(1, where).unflatten(1, positions.shape[1:])
-
-
-def objective_of(model: BlockModel, vocabulary: Vocabulary, settings: ObjectiveSettings) -> BlockObjective:
-    """The objective of a model's family."""
-    match model:
-        case DSpark():
-            return DSparkObjective(model, vocabulary, settings)
-        case Domino():
-            return DominoObjective(model, vocabulary, settings)
-        case DFlash():
-            return DFlashObjective(model, vocabulary, settings)
-        case _:
-            raise TypeError(f"{type(model).__name__} has no training objective")

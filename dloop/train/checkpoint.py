@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dloop import checkpoint
-from dloop.drafters.block import BlockModel
-from dloop.drafters.config import write_config
+from dloop.drafters.families import write_config
+from dloop.drafters.host import HostModel
 from dloop.errors import UserError
 from dloop.train.optim import Optimizer
 
@@ -26,13 +26,16 @@ class Progress(NamedTuple):
     step: int  # optimiser steps done
 
 
-def save(output_dir: Path, progress: Progress, model: BlockModel, optimizer: Optimizer, fingerprint: str) -> Path:
+def save(output_dir: Path, progress: Progress, model: HostModel, optimizer: Optimizer, fingerprint: str) -> Path:
     """Write weights in bfloat16, float32 masters and optimiser state; the folder appears under its name when whole.
 
     Raises RuntimeError before anything is written if a value is not finite.
     """
     folder = output_dir / f"epoch_{progress.epoch}_step_{progress.step}"
-    weights = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
+    weights = {
+        name: value.to(torch.bfloat16) if value.is_floating_point() else value  # maps of ids stay what they are
+        for name, value in model.state_dict().items()
+    }
     masters, adam = model.state_dict(), optimizer.adam.state_dict()
     if not all_finite(tensors_in((weights, masters, adam["state"]))):
         raise RuntimeError(
@@ -69,7 +72,7 @@ def steps_of(name: str) -> int:
     return int(match.group(2)) if match else -1
 
 
-def resume(folder: Path, model: BlockModel, optimizer: Optimizer, fingerprint: str) -> Progress:
+def resume(folder: Path, model: HostModel, optimizer: Optimizer, fingerprint: str) -> Progress:
     """Load masters and optimiser state into what was built with the same settings.
 
     Raises UserError if the state is damaged, not finite, or of other settings.

@@ -17,14 +17,14 @@ from dloop.errors import UserError
 from dloop.targets.hf import BatchFeatures
 from dloop.train.anchors import Anchors
 from dloop.train.batch import TokenFile, TrainBatch, batches
-from dloop.train.block import BlockObjective, Loss, TotalWeights
 from dloop.train.checkpoint import Progress, save
 from dloop.train.interrupt import Interrupt
 from dloop.train.losses import Sums
+from dloop.train.objective import Loss, Objective, TotalWeights
 from dloop.train.optim import Optimizer, learning_rate
 
 
-def columns(objective: BlockObjective) -> tuple[str, ...]:
+def columns(objective: Objective) -> tuple[str, ...]:
     """What a step reports: the loss, the gradient's norm before clipping, the mean of every term of both sides."""
     return ("loss", "grad_norm", *(f"{side}_{term}" for side in ("host", "loop") for term in objective.terms))
 
@@ -67,7 +67,7 @@ class Step:
     """
 
     def __init__(
-        self, objective: BlockObjective, features: Callable[[TrainBatch], BatchFeatures], optimizer: Optimizer
+        self, objective: Objective, features: Callable[[TrainBatch], BatchFeatures], optimizer: Optimizer
     ) -> None:
         self.objective = objective
         self.features = features

@@ -22,7 +22,9 @@ from dloop.targets.hf import BatchFeatures, HFTarget
 from dloop.testing import Decoded, gather
 from dloop.train.anchors import Anchors, sample_anchors
 from dloop.train.batch import TrainBatch
-from dloop.train.block import BlockObjective, Loss, ObjectiveSettings, objective_of
+from dloop.train.block import BlockObjective
+from dloop.train.objective import Loss, ObjectiveSettings
+from dloop.train.objectives import objective_of
 from dloop.train.packed import PackedStages
 from dloop.types import Features, Round, Rows, Seen, Stage, StageRequest, Vocabulary
 

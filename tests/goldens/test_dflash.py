@@ -23,7 +23,7 @@ from block_cases import (
 )
 
 from dloop.drafters.dflash import DFlash
-from dloop.train.block import ObjectiveSettings
+from dloop.train.objective import ObjectiveSettings
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from torch import Tensor
 import dloop
 from dloop.drafters.domino import OLD_PREFIX, Domino
 from dloop.testing import write_drafter
-from dloop.train.block import ObjectiveSettings
+from dloop.train.objective import ObjectiveSettings
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 import dloop
 from dloop.drafters.dspark import DSpark
 from dloop.testing import Decoded, write_drafter
-from dloop.train.block import ObjectiveSettings
 from dloop.train.losses import DSparkWeights
+from dloop.train.objective import ObjectiveSettings
 from dloop.types import Round
 
 

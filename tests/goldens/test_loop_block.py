@@ -19,7 +19,9 @@ from dloop.drafters.gap import READINGS, gap_rows
 from dloop.targets.hf import HFTarget
 from dloop.train.anchors import Anchors
 from dloop.train.batch import TrainBatch
-from dloop.train.block import BlockObjective, Loss, ObjectiveSettings, objective_of
+from dloop.train.block import BlockObjective
+from dloop.train.objective import Loss, ObjectiveSettings
+from dloop.train.objectives import objective_of
 from dloop.train.packed import PackedStages
 from dloop.types import Round, StageRequest
 

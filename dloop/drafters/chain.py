@@ -1,0 +1,181 @@
+"""Autoregressive drafters: one row a token, fed with the state of the row before; and their decoding memory.
+
+Source of the rows and of what is kept: SafeAILab/EAGLE (EAGLE-3); the loop stage simply goes on.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from dloop.drafters.host import HostDrafter, HostModel
+from dloop.drafters.layers import attend
+from dloop.drafters.memory import KeyValues, SlotMemory
+from dloop.drafters.proposal import Proposal, measure, read_out, stacked
+from dloop.loop import Drafter
+from dloop.sampling import Draw, Drawn
+from dloop.types import Features, Stage, StageRequest
+
+# From rotated queries and the rows' own keys and values to what each head mixed: the caller knows what a row sees.
+Attend = Callable[[Float[Tensor, "B H n d"], KeyValues], Float[Tensor, "B H n d"]]
+
+
+class ChainModel(HostModel):
+    """Weights of an autoregressive drafter. W is the size of the vocabulary that its head computes.
+
+    The row at position t joins a state of position t with the embedding of the token at t+1, and predicts the one at
+    t+2. Rows of verified positions read the target's features, drafted ones the state of the row before.
+    """
+
+    @abstractmethod
+    def first(self, features: Float[Tensor, "B n F"]) -> Float[Tensor, "B n D"]:
+        """The states that rows of verified positions read."""
+
+    @abstractmethod
+    def rows(
+        self,
+        states: Float[Tensor, "B n D"],
+        embedded: Float[Tensor, "B n D"],
+        positions: Int[Tensor, "B n"],
+        attend: Attend,
+    ) -> Float[Tensor, "B n D"]:
+        """The one row arithmetic: what each row hands to the next one. Training and decoding differ in `attend`."""
+
+    @abstractmethod
+    def logits(self, states: Float[Tensor, "... D"]) -> Float[Tensor, "... W"]:
+        """Over the head's own vocabulary."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> Int[Tensor, " W"]:
+        """The target's ids of the tokens in the head's vocabulary."""
+
+    def propose(self, logits: Float[Tensor, "k W"], drawn: Drawn) -> Proposal:
+        """A stage from its rows' logits and picks: measured over the head's vocabulary, told in the target's ids."""
+        found = measure(logits, drawn)
+        probs = None if found.probs is None else self.spread(found.probs)
+        return found._replace(tokens=self.kept[found.tokens], probs=probs)
+
+    def spread(self, probs: Float32[Tensor, "k W"]) -> Float32[Tensor, "k V"]:
+        """A law over the target's vocabulary: tokens that the head does not know have no chance."""
+        return probs.new_zeros(len(probs), self.config.vocab_size).index_copy_(1, self.kept, probs)
+
+
+@dataclass(frozen=True)
+class ChainDrafter(HostDrafter):
+    """A loaded autoregressive drafter; `depth` tokens a stage, as published by default."""
+
+    model: ChainModel
+    depth: int | None = None
+
+    @property
+    def stage_len(self) -> int:
+        return self.config.stage_len if self.depth is None else self.depth
+
+    @property
+    def max_positions(self) -> None:
+        """Angles are computed for any position: a small number in the config is no limit of the weights."""
+        return None
+
+    def at_depth(self, depth: int) -> "ChainDrafter":
+        """The same drafter with stages of so many tokens."""
+        return replace(self, depth=depth)
+
+    def open(self) -> Drafter:
+        return ChainMemory(self)
+
+
+@dataclass
+class SlotState:
+    """One sequence. The row of a verified position waits for the token after it: `tokens` and `taps` are the
+    positions without a committed row; after a round's first stage only the last, whose row stands in the tail.
+    """
+
+    taps: Float[Tensor, "n F"]
+    memory: SlotMemory = field(default_factory=SlotMemory)
+    tokens: list[int] = field(default_factory=list[int])
+    hidden: Float[Tensor, "1 1 D"] | None = None  # of the row that gave the last drafted token
+
+    @property
+    def verified(self) -> int:
+        """Positions that `extend` brought."""
+        return self.memory.committed + len(self.tokens)
+
+
+class ChainMemory:
+    """The drafting side of the loop for autoregressive families. Law: committed rows + a speculative tail.
+
+    Committed rows are made of the target's features and verified tokens alone. Rows made from drafted states, and the
+    row that reads an anchor nobody has verified yet, are the tail: `extend` and the next round's first stage drop them.
+    """
+
+    def __init__(self, drafter: ChainDrafter) -> None:
+        self.drafter = drafter
+        self.slots: dict[int, SlotState] = {}
+
+    @property
+    def stage_len(self) -> int:
+        return self.drafter.stage_len
+
+    def extend(self, slot: int, position: int, tokens: list[int], features: Features) -> None:
+        """Only stores: the rows are made by the next `draft`, in the same forward as its first token."""
+        if position == 0:
+            self.slots[slot] = SlotState(features.taps[:0])
+        state = self.slots[slot]
+        state.memory.drop_tail()
+        assert state.verified == position
+        state.tokens += tokens
+        state.taps = torch.cat([state.taps, features.taps])  # a copy: a target may answer into the same memory again
+
+    def draft(self, requests: Sequence[StageRequest]) -> list[Stage]:
+        """One stage a request; this twin answers them one after the other."""
+        return [self._stage(request) for request in requests]
+
+    @torch.no_grad()
+    def _stage(self, request: StageRequest) -> Stage:
+        state, model = self.slots[request.slot], self.drafter.model
+        anchor = state.verified + request.index * self.stage_len  # its position
+        token = torch.tensor([request.anchor], device=state.taps.device)
+        draw = Draw(request.sampling, anchor + 1)
+        logits, drawn, kept = list[Tensor](), list[Drawn](), model.kept
+        for row in range(self.stage_len):
+            if request.index == 0 and row == 0:
+                state.hidden = self._read(state, token)
+            else:
+                assert state.hidden is not None
+                state.hidden = self._rows(state, state.hidden, token, anchor + row - 1)
+            logits.append(model.logits(state.hidden[0, 0]))
+            drawn.append(draw(logits[-1], row))
+            token = kept[drawn[-1].token][None]
+        return read_out(model.propose(torch.stack(logits), stacked(drawn)))
+
+    def _read(self, state: SlotState, anchor: Int[Tensor, " 1"]) -> Float[Tensor, "1 1 D"]:
+        """Make the rows of all waiting positions; the last, which reads the anchor, stays in the tail."""
+        state.memory.drop_tail()
+        tokens = torch.cat([torch.tensor(state.tokens[1:], device=anchor.device, dtype=anchor.dtype), anchor])
+        features = self.drafter.model.first(state.taps[None])
+        hidden = self._rows(state, features, tokens, state.memory.committed)
+        state.memory.commit(short=1)
+        state.tokens, state.taps = state.tokens[-1:], state.taps[-1:].clone()
+        return hidden[:, -1:]
+
+    def _rows(
+        self, state: SlotState, states: Float[Tensor, "1 n D"], tokens: Int[Tensor, " n"], position: int
+    ) -> Float[Tensor, "1 n D"]:
+        """Rows from this position on; each sees what is in memory, the rows before it and itself."""
+        memory, before, count = state.memory, state.memory.length, len(tokens)
+
+        def causal(queries: Float[Tensor, "1 H n d"], own: KeyValues) -> Float[Tensor, "1 H n d"]:
+            memory.append([own])
+            if not before:
+                return F.scaled_dot_product_attention(queries, *own, is_causal=True, enable_gqa=True)
+            mask = torch.ones(count, before + count, dtype=torch.bool, device=tokens.device).tril(before)
+            return attend(queries, memory.layers()[0], None if count == 1 else mask[None, None])
+
+        embedded = F.embedding(tokens, self.drafter.vocabulary.embedding)[None]
+        positions = torch.arange(position, position + count, device=tokens.device)[None]
+        return self.drafter.model.rows(states, embedded, positions, causal)

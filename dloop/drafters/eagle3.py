@@ -1,0 +1,188 @@
+"""EAGLE-3: one Llama layer over (token, state) pairs, features of three target layers, a vocabulary of its own.
+
+Sources: SafeAILab/EAGLE (architecture, key names, decoding), SpecForge (config, checkpoint layout).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, cast
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dloop.drafters.chain import Attend, ChainModel
+from dloop.drafters.config import Json, Reader
+from dloop.drafters.host import HostConfig
+from dloop.drafters.layers import MLP, Attention, RMSNorm, Rotary
+
+DEPTH = 7  # tokens of a chain: the length of the published training-time test
+NUM_TAPS = 3
+LATER = ("fc_norm", "norm_before_fc", "norm_before_residual", "mlp_bias")  # of variants with another arithmetic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(HostConfig):
+    """EAGLE-3: the sizes that are its own. No `target_layer_ids` yet: the published rule, once the target is known."""
+
+    family: ClassVar[str] = "eagle3"
+    architecture: ClassVar[str] = "LlamaForCausalLMEagle3"
+    own_head: ClassVar[bool] = True
+
+    target_hidden_size: int
+    draft_vocab_size: int
+
+    @property
+    def stage_len(self) -> int:
+        return DEPTH
+
+    @property
+    def feature_size(self) -> int:
+        return self.target_hidden_size
+
+    def for_target(self, num_layers: int) -> "Eagle3Config":
+        """What the file leaves open, filled in for a target of so many layers."""
+        taps = self.target_layer_ids or published_taps(num_layers)
+        return replace(self, target_layer_ids=taps, num_target_layers=self.num_target_layers or num_layers)
+
+
+def published_taps(num_layers: int) -> tuple[int, ...]:
+    """Low, middle, high: the layers whose outputs the public trainers read."""
+    return 1, num_layers // 2 - 1, num_layers - 4
+
+
+def read_eagle3(raw: Json, source: str) -> Eagle3Config:
+    """Parse SpecForge's or SafeAILab's config. What they leave out means what it means to a Llama layer: no bias, heads
+    that divide the hidden size, the whole vocabulary. Raises UserError naming the key that is missing or wrong.
+    """
+    reader = with_head_dim(Reader(raw, source))
+    for key in LATER:
+        if raw.get(key):
+            raise reader.fail(f"{key}={raw[key]!r} is a later EAGLE-3 variant, which is not supported; use a plain one")
+    if raw.get("norm_output", True) is not True:
+        raise reader.fail("norm_output=False is a later EAGLE-3 variant, which is not supported; use a plain one")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise reader.fail(f"hidden_act={raw['hidden_act']!r} is not supported; EAGLE-3 uses 'silu'")
+    if reader.integer("num_hidden_layers") != 1:
+        raise reader.fail(f"num_hidden_layers={raw['num_hidden_layers']} is not supported; EAGLE-3 has one layer")
+    hidden, vocabulary = reader.integer("hidden_size"), reader.integer("vocab_size")
+    return Eagle3Config(
+        hidden_size=hidden,
+        intermediate_size=reader.integer("intermediate_size"),
+        **reader.heads(),  # pyright: ignore[reportArgumentType]
+        vocab_size=vocabulary,
+        rms_norm_eps=reader.number("rms_norm_eps", 1.0),
+        rope_theta=reader.rope_theta(),
+        own_rope=reader.named_rope() is not None,
+        max_positions=reader.integer("max_position_embeddings"),
+        attention_bias=reader.boolean("attention_bias") if reader.has("attention_bias") else False,
+        target_layer_ids=read_taps(reader),
+        num_target_layers=reader.integer("num_target_layers") if reader.has("num_target_layers") else 0,
+        target_hidden_size=reader.integer("target_hidden_size") if reader.has("target_hidden_size") else hidden,
+        draft_vocab_size=reader.integer("draft_vocab_size") if reader.has("draft_vocab_size") else vocabulary,
+    )
+
+
+def with_head_dim(reader: Reader) -> Reader:
+    """Llama's rule where the config does not say it; the weights' shapes tell whether it holds."""
+    if reader.has("head_dim"):
+        return reader
+    hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
+    return Reader({**reader.raw, "head_dim": hidden // heads}, reader.source)
+
+
+def read_taps(reader: Reader) -> tuple[int, ...]:
+    """The output layers that `eagle_config` names, as SpecForge counts them; () for the published rule."""
+    own = reader.raw.get("eagle_config")
+    if not isinstance(own, Mapping) or cast(Json, own).get("eagle_aux_hidden_state_layer_ids") is None:
+        return ()
+    taps = Reader(cast(Json, own), reader.source).integers("eagle_aux_hidden_state_layer_ids")
+    if len(taps) != NUM_TAPS:
+        raise reader.fail(f"eagle_aux_hidden_state_layer_ids={list(taps)} must name {NUM_TAPS} layers")
+    return taps
+
+
+def write_eagle3(config: Eagle3Config, dtype: str) -> dict[str, object]:
+    """SpecForge's config, with both spellings of the RoPE base; once more where it was named on purpose."""
+    found: dict[str, object] = {
+        "architectures": [config.architecture],
+        "model_type": "llama",
+        "attention_bias": config.attention_bias,
+        "attention_dropout": 0.0,
+        "draft_vocab_size": config.draft_vocab_size,
+        "dtype": dtype,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_positions,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": config.num_kv_heads,
+        "num_target_layers": config.num_target_layers,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "rope_theta": config.rope_theta,
+        "target_hidden_size": config.target_hidden_size,
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab_size,
+    }
+    if config.target_layer_ids != published_taps(config.num_target_layers):
+        found["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.target_layer_ids)}
+    return found | ({"dloop_config": {"rope_theta": config.rope_theta}} if config.own_rope else {})
+
+
+class Midlayer(nn.Module):
+    """A Llama layer whose attention reads token and state side by side; the residual is the state as it came."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, 2 * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, states: Float[Tensor, "B n D"], embedded: Float[Tensor, "B n D"], rotary: Rotary, attend: Attend
+    ) -> Float[Tensor, "B n D"]:
+        pairs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], -1)
+        mixed = attend(self.self_attn.queries(pairs, rotary), self.self_attn.project(pairs, rotary))
+        states = states + self.self_attn.output(mixed)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Eagle3(ChainModel):
+    """The EAGLE-3 drafter. What a row hands on is its output before the final norm."""
+
+    config: Eagle3Config  # pyright: ignore[reportIncompatibleVariableOverride]
+    d2t: Int[Tensor, " W"]  # what is added to a draft id to give the target's
+    t2d: Bool[Tensor, " V"]  # whether the draft vocabulary holds a token
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(NUM_TAPS * config.target_hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Midlayer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+
+    def first(self, features: Float[Tensor, "B n F"]) -> Float[Tensor, "B n D"]:
+        return self.fc(features)
+
+    def rows(
+        self,
+        states: Float[Tensor, "B n D"],
+        embedded: Float[Tensor, "B n D"],
+        positions: Int[Tensor, "B n"],
+        attend: Attend,
+    ) -> Float[Tensor, "B n D"]:
+        return self.midlayer(states, embedded, Rotary.at(positions, self.config, states.dtype), attend)
+
+    def logits(self, states: Float[Tensor, "... D"]) -> Float[Tensor, "... W"]:
+        return self.lm_head(self.norm(states))
+
+    @property
+    def kept(self) -> Int[Tensor, " W"]:
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)

@@ -1,0 +1,181 @@
+"""The training objective of autoregressive drafters: a long unroll of the deployed chain, from every position at once.
+
+Step i of the unroll continues every row by one drafted token: it reads the row's own state of step i-1 and the
+ground-truth token, and sees the rows of step 0 up to its own and its own rows of the steps since. That is the chain
+decoding runs, so a loop stage is nothing but more steps.
+Sources: EAGLE-3's training-time test; SpecForge (shifts, masks, weights); the published README (lengths).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from dloop.drafters.chain import ChainModel
+from dloop.drafters.memory import KeyValues
+from dloop.targets.hf import BatchFeatures
+from dloop.train.anchors import Anchors
+from dloop.train.batch import TrainBatch
+from dloop.train.losses import Sums
+from dloop.train.objective import Loss, Objective, TotalWeights
+from dloop.types import Vocabulary
+
+DECAY = 0.8  # step i weighs DECAY^i, beyond the host's depth too
+ROWS = 512  # of one piece of attention or of the target's head: bounds what is held at once
+
+
+class Teacher(NamedTuple):
+    """What the target says about the token that each row predicts: the row of token t predicts the one at t+2."""
+
+    probs: Float[Tensor, "B T W"]  # over the head's vocabulary
+    counted: Bool[Tensor, "B T"]  # label rows whose likeliest token the head knows
+    choice: Int[Tensor, "B T"]  # that token
+
+
+@dataclass
+class Unroll:
+    """The chains of all rows of a batch. Gradients flow through the states and through all keys and values."""
+
+    model: ChainModel
+    vocabulary: Vocabulary
+    tokens: Int[Tensor, "B T"]
+    positions: Int[Tensor, "#B T"]
+    states: Float[Tensor, "B T D"]  # what the next step reads
+    memory: list[KeyValues] = field(default_factory=list[KeyValues])  # one a step
+
+    @classmethod
+    def begin(
+        cls, model: ChainModel, vocabulary: Vocabulary, batch: TrainBatch, features: Float[Tensor, "B T F"]
+    ) -> "Unroll":
+        """Chains that start from the target's features of every position."""
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None]
+        if batch.offsets is not None:
+            positions = positions + batch.offsets[:, None]
+        return cls(model, vocabulary, batch.tokens, positions, model.first(features))
+
+    def forward(self) -> Float[Tensor, "B T D"]:
+        """Run the next step of all chains; the states it hands on."""
+        step = len(self.memory)
+        tokens = F.pad(self.tokens[:, step + 1 :], (0, min(step + 1, self.tokens.shape[1])))
+        embedded = F.embedding(tokens, self.vocabulary.embedding)
+        self.states = self.model.rows(self.states, embedded, self.positions + step, self._attend)
+        return self.states
+
+    def _attend(self, queries: Float[Tensor, "B H T d"], own: KeyValues) -> Float[Tensor, "B H T d"]:
+        self.memory.append(own)
+        return joint(queries, self.memory[0], self.memory[1:])
+
+
+def joint(queries: Float[Tensor, "B H T d"], first: KeyValues, later: Sequence[KeyValues]) -> Float[Tensor, "B H T d"]:
+    """One softmax over the first step's rows, causally, and over the row's own rows of the later steps.
+
+    Scores of T x T are never held: rows go in pieces, computed anew for the gradient.
+    """
+    if not later:
+        return F.scaled_dot_product_attention(queries, *first, is_causal=True, enable_gqa=True)
+    pieces: list[Tensor] = []
+    for start in range(0, queries.shape[2], ROWS):
+        stop = min(start + ROWS, queries.shape[2])
+        seen = KeyValues(*(x[:, :, :stop] for x in first))
+        own = [KeyValues(*(x[:, :, start:stop] for x in step)) for step in later]
+        pieces.append(recomputed(mix, queries[:, :, start:stop], seen, own))
+    return torch.cat(pieces, 2)
+
+
+def mix(queries: Float[Tensor, "B H n d"], seen: KeyValues, own: Sequence[KeyValues]) -> Float[Tensor, "B H n d"]:
+    """`joint` for n rows, the last ones of `seen`. Heads of a group share keys."""
+    grouped = queries.unflatten(1, (seen.keys.shape[1], -1)) * queries.shape[-1] ** -0.5
+    count, width = queries.shape[2], seen.keys.shape[2]
+    causal = torch.ones(count, width, dtype=torch.bool, device=queries.device).tril(width - count)
+    past = (grouped @ seen.keys[:, :, None].transpose(-1, -2)).masked_fill(~causal, float("-inf"))
+    since = torch.stack([(grouped * step.keys[:, :, None]).sum(-1) for step in own], -1)
+    scores = torch.cat([past, since], -1)
+    weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(seen.values.dtype)
+    mixed = weights[..., :width] @ seen.values[:, :, None]
+    for index, step in enumerate(own):
+        mixed = mixed + weights[..., width + index, None] * step.values[:, :, None]
+    return mixed.flatten(1, 2)
+
+
+class UnrollObjective(Objective):
+    """Cross-entropy with the target's law over the head's vocabulary, step i weighing DECAY^i, as a mean over all rows.
+
+    `depth` is the unroll's length. The host's part are the steps of one stage, the loop's part those beyond.
+    """
+
+    terms = ("ce",)
+    reads_teacher = True
+    model: ChainModel  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def forward(
+        self,
+        batch: TrainBatch,
+        features: BatchFeatures,
+        depth: int,
+        anchors: Anchors | None = None,
+        totals: TotalWeights | None = None,
+    ) -> Loss:
+        rows = totals or self.total_weights([(batch, anchors or self.draw(batch))], depth)
+        steps = torch.stack(self.step_sums(batch, features, depth))
+        weighed = steps * DECAY ** torch.arange(depth, device=steps.device, dtype=steps.dtype)
+        host, loop = (part.sum()[None] for part in weighed.tensor_split([self.model.config.stage_len]))
+        beyond = Sums(loop, rows.loop) if depth > self.model.config.stage_len else None
+        return Loss((host + loop)[0] / rows.host, Sums(host, rows.host), beyond)
+
+    def draw(self, batch: TrainBatch) -> Anchors:
+        """None: an unroll starts from every row."""
+        none = batch.tokens[:, :0]
+        return Anchors(none, none.bool())
+
+    def total_weights(self, parts: Sequence[tuple[TrainBatch, Anchors]], depth: int) -> TotalWeights:
+        """All rows count alike, labels or not; padding is no row."""
+        rows = torch.stack([batch.lengths.sum() for batch, _ in parts]).sum().float()
+        return TotalWeights(rows, rows)
+
+    def step_sums(self, batch: TrainBatch, features: BatchFeatures, length: int) -> list[Float[Tensor, ""]]:
+        """The cross-entropy of each step, summed over the counted rows. Beyond the end of a text nothing counts."""
+        unroll = Unroll.begin(self.model, self.vocabulary, batch, features.taps)
+        teacher, width = self.teacher(batch, features), batch.tokens.shape[1]
+        found: list[Tensor] = []
+        for step in range(length):
+            states = unroll.forward()[:, : max(0, width - step)]
+            found.append(recomputed(self.row_sums, states, teacher.probs[:, step:], teacher.counted[:, step:]))
+        return found
+
+    def row_sums(
+        self, states: Float[Tensor, "B n D"], probs: Float[Tensor, "B n W"], counted: Bool[Tensor, "B n"]
+    ) -> Float[Tensor, ""]:
+        """All work on the vocabulary, in one place: what a compiler should fuse."""
+        logits = self.model.logits(states)
+        logp = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        return torch.where(counted, -(probs * logp).sum(-1), 0.0).sum()
+
+    @torch.no_grad()
+    def teacher(self, batch: TrainBatch, features: BatchFeatures) -> Teacher:
+        """The target's law one position on. A text's last row has none: as in the public trainer its logits are zeros,
+        which are uniform and choose token 0.
+        """
+        kept, width = self.model.kept, batch.tokens.shape[1]
+        head = self.vocabulary.head
+        following = F.pad(features.last[:, 1:], (0, 0, 0, 1))
+        ended = torch.arange(width, device=kept.device) >= batch.lengths[:, None] - 1
+        logits = F.linear(following, head[kept]).masked_fill(ended[..., None], 0.0)
+        probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        choice = torch.cat([F.linear(part, head).argmax(-1) for part in following.split(ROWS, 1)], 1)
+        choice = choice.masked_fill(ended, 0)
+        known = torch.zeros(len(head), dtype=torch.bool, device=kept.device).index_fill(0, kept, True)
+        shift = self.settings.loss_mask_shift
+        labelled = F.pad(batch.loss_mask[:, shift:], (0, shift))
+        return Teacher(probs, known[choice] & labelled, choice)
+
+
+def recomputed(function: Callable[..., Tensor], *given: object) -> Tensor:
+    """Call it, and once more for the gradient in place of keeping what it computed."""
+    return checkpoint(  # pyright: ignore[reportUnknownVariableType]
+        function, *given, use_reentrant=False, preserve_rng_state=False
+    )
