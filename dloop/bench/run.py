@@ -78,7 +78,7 @@ def load_decoder(command: Command, drafter_name: str | None, ranks: Ranks) -> De
         raise UserError(f"{command.model} has no tokenizer beside its weights; the benchmarks' prompts are texts")
     drafter = None
     if drafter_name is not None:
-        drafter = load_drafter(drafter_name, target, command.draft_revision, command.gap_rows)
+        drafter = load_drafter(drafter_name, target, command.draft_revision, command.gap_rows, command.draft_rope_theta)
     settings = Settings(**{field.name: getattr(command, field.name) for field in dataclasses.fields(Settings)})
     chat = tokenizer.has_template if command.chat == "auto" else command.chat
     return Decoder(target=target, tokenizer=tokenizer, drafter=drafter, settings=settings, chat=chat)

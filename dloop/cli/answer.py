@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from dloop.api import Stream, finished, start
 from dloop.chat import Growing, Tokenizer, load_tokenizer
 from dloop.cli.generate import Command, Prompt
+from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.load import load_drafter, load_target
@@ -35,7 +36,7 @@ def answer(command: Command, prompt: Prompt, drafter_name: str | None) -> None:
     prompt_ids = encode(prompt, tokenizer, command)
     drafter = None
     if drafter_name:
-        drafter = load_drafter(drafter_name, target, command.draft_revision, command.gap_rows)
+        drafter = load_drafter(drafter_name, target, command.draft_revision, command.gap_rows, command.draft_rope_theta)
     settings = Settings(**{field.name: getattr(command, field.name) for field in dataclasses.fields(Settings)})
     done = decode(start(target, drafter, prompt_ids, settings), prompt_ids, tokenizer, quiet=command.json)
     warn_if_useless(done.generation.rounds, drafter)
@@ -116,6 +117,8 @@ def setting_of(command: Command, settings: Settings, drafter: HostDrafter | None
     """Every choice that led to the text, with what "as trained" came to."""
     chosen = dataclasses.asdict(settings) | {name: getattr(command, name) for name in RECORDED}
     chosen["gap_rows"] = drafter.config.gap_rows if drafter else None
+    if isinstance(drafter, ChainDrafter):
+        chosen["draft_rope_theta"] = drafter.config.rope_theta
     return {name: plain(value) for name, value in chosen.items()}
 
 

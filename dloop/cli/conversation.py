@@ -156,7 +156,7 @@ def open_conversation(command: Command, drafter_name: str | None) -> Conversatio
         raise UserError(f"{command.model} has no chat template beside its weights; dloop generate takes plain prompts")
     drafter = None
     if drafter_name:
-        drafter = load_drafter(drafter_name, target, command.draft_revision, command.gap_rows)
+        drafter = load_drafter(drafter_name, target, command.draft_revision, command.gap_rows, command.draft_rope_theta)
     settings = Settings(**{field.name: getattr(command, field.name) for field in dataclasses.fields(Settings)})
     opening: list[Message] = [] if command.system is None else [{"role": "system", "content": command.system}]
     conversation = Conversation(target, drafter, tokenizer, settings, opening, tracing=command.trace)

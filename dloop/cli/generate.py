@@ -15,7 +15,7 @@ from dloop.errors import UserError
 PROMPT, LOOP, SAMPLING, TREES, MODELS = "prompt (one of these)", "loop", "sampling and end", "other families", "models"
 OFFLINE = "smollm2"
 DEFAULT_PROMPT = "Write a Python function that checks whether a word is a palindrome."
-LOOP_ONLY = ("draft_model", "draft_revision", "loop_gate", "gate_sum", "max_stages", "gap_rows")
+LOOP_ONLY = ("draft_model", "draft_revision", "loop_gate", "gate_sum", "max_stages", "gap_rows", "draft_rope_theta")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,10 @@ class Decoding(Common):
     topk_k: int = option(10, "candidates at each depth of a tree", group=TREES)
     tree_width: int = option(12, "width of a DARTree", group=TREES)
     tree_beta: float = option(-0.2, "length bonus of a DARTree", group=TREES)
-    draft_depth: int | None = option(None, "drafting steps of a stage (EAGLE-3)", group=TREES)
+    draft_depth: int | None = option(None, "drafting steps of a stage (EAGLE-3); 7 by default", group=TREES)
+    draft_rope_theta: float | None = option(
+        None, "RoPE base that the drafter was trained with, where its config says another (EAGLE-3)", group=TREES
+    )
     mtp_k: int | None = option(None, "drafting steps of a stage (MTP)", group=TREES)
 
 

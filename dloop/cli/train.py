@@ -11,7 +11,7 @@ from dloop.cli.args import Common, option, required
 class Command(Common):
     """Train a drafter for a target: the host's own objective, and a loop stage in the layout decoding runs.
 
-    The drafter decides the family: DFlash, DSpark or Domino.
+    The drafter decides the family: DFlash, DSpark, Domino or EAGLE-3.
     Start from a drafter (--draft-init-path) or from the target's own layers (--draft-config-path, --init-layers).
     Checkpoints epoch_E_step_S in --output-dir load as --draft-model. Ctrl-C saves; --resume goes on exactly there.
     """
@@ -24,6 +24,9 @@ class Command(Common):
         None,
         "layers of the target that a new drafter's layers copy, such as 28,29; the last ones by default",
         group="models",
+    )
+    draft_rope_theta: float | None = option(
+        None, "EAGLE-3: RoPE base that the drafter was trained with, where its config says another", group="models"
     )
     train_data_path: Path = required(
         "conversations (.jsonl, one a line), or tokens (.npz with 'flat' [tokens] and 'lens' [samples, 2])",
@@ -72,6 +75,16 @@ class Command(Common):
     )
     dloop_loss_weight: float = option(
         0.25, "loss = (1 - w) host + w loop; DFlash takes one mean over both instead", group="objective"
+    )
+    ttt_length_dist: tuple[int, ...] = option(
+        (7, 14, 21),
+        "EAGLE-3: lengths of the unroll, one drawn each step; one number trains the host alone",
+        group="objective",
+    )
+    loss_mask_shift: int = option(
+        0,
+        "EAGLE-3: a row counts if the token of its features (0, as published) or the one after (1) is a label",
+        group="objective",
     )
     gap_rows: Literal["producing", "position", "anchor_included"] | None = option(
         None,

@@ -5,13 +5,16 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from dloop.cli.train import Command
-from dloop.drafters.config import BlockConfig
+from dloop.detect import BLOCK_FAMILIES
+from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
 
 MOST_ANCHORS = 100_000
+MOST_STEPS = 1024  # of an unroll
 RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (  # written so that NaN breaks every one
     ("max_length", lambda value: value >= 2, "at least 2"),
     ("num_epochs", lambda value: value >= 1, "at least 1"),
@@ -29,6 +32,7 @@ RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (  # written so th
     ("position_offset_max", lambda value: 0 <= value < 2**31, "at least 0 (0 leaves positions alone)"),
     ("dloop_max_stage", lambda value: value >= 0, "at least 0 (0 trains the host alone)"),
     ("dloop_loss_weight", lambda value: 0 <= value <= 1, "a weight from 0 to 1"),
+    ("loss_mask_shift", lambda value: value in (0, 1), "0 or 1"),
 )
 FAMILIES_OF: dict[str, tuple[str, ...]] = {  # flags that some objectives have no use for
     "dspark_ce_loss_alpha": ("dspark",),
@@ -37,6 +41,14 @@ FAMILIES_OF: dict[str, tuple[str, ...]] = {  # flags that some objectives have n
     "dloop_loss_weight": ("dspark", "domino"),
     "lambda_base_start": ("domino",),
     "lambda_base_decay_ratio": ("domino",),
+    "num_anchors": BLOCK_FAMILIES,
+    "loss_decay_gamma": BLOCK_FAMILIES,
+    "dloop_max_stage": BLOCK_FAMILIES,
+    "gap_rows": BLOCK_FAMILIES,
+    "init_layers": BLOCK_FAMILIES,
+    "ttt_length_dist": ("eagle3",),
+    "loss_mask_shift": ("eagle3",),
+    "draft_rope_theta": ("eagle3",),
 }
 
 
@@ -72,11 +84,9 @@ def refuse_numbers(command: Command) -> None:
         value = getattr(command, name)
         if not holds(value):
             raise UserError(f"--{name.replace('_', '-')} {value} must be {words}")
-    if command.num_anchors > command.max_length:
-        raise UserError(
-            f"--num-anchors {command.num_anchors} is more than --max-length {command.max_length}, and a token is one "
-            "anchor at most; give as many anchors as tokens or fewer"
-        )
+    if not command.ttt_length_dist or not all(1 <= length <= MOST_STEPS for length in command.ttt_length_dist):
+        given = spelled(command.ttt_length_dist)
+        raise UserError(f"--ttt-length-dist {given} must be lengths from 1 to {MOST_STEPS}, such as 7,14,21")
 
 
 def make_writable(folder: Path) -> None:
@@ -91,12 +101,12 @@ def make_writable(folder: Path) -> None:
         ) from error
 
 
-def refuse_for_family(command: Command, config: BlockConfig, target: HFTarget) -> None:
+def refuse_for_family(command: Command, config: HostConfig, target: HFTarget) -> None:
     """Raises UserError at a flag that the drafter's objective does not read, or positions that are not there."""
     for name, families in FAMILIES_OF.items():
         value = getattr(command, name)
         given = value != getattr(Command, name)
-        flag = f"--{name.replace('_', '-')} {value}"
+        flag = f"--{name.replace('_', '-')} {spelled(value)}"
         if given and config.family not in families:
             raise UserError(f"{flag} is for {' and '.join(families)}, this drafter is {config.family}; leave it out")
         if given and name.startswith("lambda_") and command.dloop_max_stage:
@@ -104,9 +114,19 @@ def refuse_for_family(command: Command, config: BlockConfig, target: HFTarget) -
                 f"{flag} is for training the host alone; with --dloop-max-stage {command.dloop_max_stage} the share "
                 "is 0: leave it out, or give --dloop-max-stage 0"
             )
+    if config.family in BLOCK_FAMILIES and command.num_anchors > command.max_length:
+        raise UserError(
+            f"--num-anchors {command.num_anchors} is more than --max-length {command.max_length}, and a token is one "
+            "anchor at most; give as many anchors as tokens or fewer"
+        )
     positions = min(target.context, config.max_positions)
     if command.position_offset_max > positions:
         raise UserError(
             f"--position-offset-max {command.position_offset_max} is beyond the {positions} positions that target and "
             "drafter are made for; give that many or fewer"
         )
+
+
+def spelled(value: object) -> str:
+    """A flag's value as it is typed."""
+    return ",".join(map(str, cast(tuple[object, ...], value))) if isinstance(value, tuple) else str(value)

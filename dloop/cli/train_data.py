@@ -11,6 +11,7 @@ from dloop.cli.train import Command
 from dloop.data.chat_templates import chat_template
 from dloop.data.tokenise import Collection, samples_of
 from dloop.drafters.config import BlockConfig
+from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
@@ -25,13 +26,13 @@ def is_jsonl(path: Path) -> bool:
     return True
 
 
-def read_jsonl(command: Command, target: HFTarget, config: BlockConfig) -> TokenFile:
-    """Samples with at least two blocks of labels."""
+def read_jsonl(command: Command, target: HFTarget, config: HostConfig) -> TokenFile:
+    """Samples with enough labels: two blocks of them, or any where chains start from every token."""
     tokenizer = load_tokenizer(target.folder, target.name)
     if tokenizer is None:
         raise UserError(f"{target.name} has no tokenizer beside its weights; give tokens (.npz) as --train-data-path")
     path, template = command.train_data_path, chat_template(command.chat_template, tokenizer)
-    found = Collection(path, 2 * config.block_size)
+    found = Collection(path, 2 * config.block_size if isinstance(config, BlockConfig) else 1)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
         task = progress.add_task("tokenising", total=count_lines(path))
         for item in samples_of(path, template, command.max_length):

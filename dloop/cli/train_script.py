@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -60,10 +61,14 @@ class Published(Command):
 def forwarded(prog: str, words: list[str]) -> list[str]:
     """The same command line for `dloop train`. Notes go to standard error. Raises UserError for what is not offered."""
     command = parse(Published, prog, words)
-    refuse(command)
+    refuse(command, TAKEN)
     check_draft(command)
-    for note in notes(command):
-        print(f"{prog}: {note}", file=sys.stderr)
+    tell(prog, command.attention_backend, on_the_fly=command.on_the_fly_loader)
+    return as_command(command)
+
+
+def as_command(command: Command) -> list[str]:
+    """What differs from the defaults of `dloop train`, as it is typed."""
     result: list[str] = []
     for field in dataclasses.fields(Command):
         value = getattr(command, field.name)
@@ -72,9 +77,9 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
     return result
 
 
-def refuse(command: Published) -> None:
+def refuse(command: Command, rules: Mapping[str, tuple[tuple[object, ...], str]]) -> None:
     """Raises UserError naming the flag, its value and the way out."""
-    for name, (taken, way_out) in TAKEN.items():
+    for name, (taken, way_out) in rules.items():
         value = getattr(command, name)
         if value not in taken:
             shown = "" if value is True else f" {value}"
@@ -90,6 +95,7 @@ def check_draft(command: Published) -> None:
         return
     from dloop import checkpoint  # torch only from here on
     from dloop.cli.training import read_config
+    from dloop.drafters.config import BlockConfig
     from dloop.load import DEMO
 
     path = command.draft_config_path
@@ -98,6 +104,8 @@ def check_draft(command: Published) -> None:
         folder = DEMO if name == "demo" else checkpoint.resolve(name, None, "--draft-init-path")
         path = folder / "config.json"
     config = read_config(path, "the draft config")
+    if not isinstance(config, BlockConfig):
+        raise UserError(f"{path} is of {config.family}; this script trains block drafters: use train_eagle3.py")
     found = {
         "block_size": config.block_size,
         "num_draft_layers": config.num_layers,
@@ -111,14 +119,13 @@ def check_draft(command: Published) -> None:
             )
 
 
-def notes(command: Published) -> list[str]:
-    """What is done in place of what was asked for, where the numbers stay the same."""
-    said: list[str] = []
-    if command.attention_backend != "sdpa":
-        said.append(f"--attention-backend {command.attention_backend}: PyTorch's SDPA is used, for the same attention")
-    if command.on_the_fly_loader:
-        said.append(f"--on-the-fly-loader: {READ_AT_ONCE}")
-    return said
+def tell(prog: str, attention_backend: str, *, on_the_fly: bool) -> None:
+    """Say what is done in place of what was asked for, where the numbers stay the same."""
+    if attention_backend != "sdpa":
+        note = "PyTorch's SDPA is used, for the same attention"
+        print(f"{prog}: --attention-backend {attention_backend}: {note}", file=sys.stderr)
+    if on_the_fly:
+        print(f"{prog}: --on-the-fly-loader: {READ_AT_ONCE}", file=sys.stderr)
 
 
 def as_words(name: str, value: object) -> list[str]:

@@ -19,9 +19,9 @@ from dloop.cli.train import Command
 from dloop.cli.train_checks import make_writable, refuse_for_family, refuse_numbers, refuse_unsupported
 from dloop.cli.train_data import check_data, is_jsonl, read_jsonl
 from dloop.detect import detect_family
-from dloop.drafters.block import BlockModel
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.families import READERS
+from dloop.drafters.host import HostConfig, HostModel
 from dloop.errors import UserError
 from dloop.load import check_device, check_pair, load_drafter, load_target
 from dloop.targets.hf import HFTarget
@@ -32,7 +32,7 @@ from dloop.train.losses import DSparkWeights
 from dloop.train.objective import ObjectiveSettings
 from dloop.train.objectives import objective_of
 from dloop.train.optim import Optimizer
-from dloop.train.start import from_target
+from dloop.train.start import choose_vocabulary, fresh
 from dloop.train.trainer import GraphedStep, Record, Step, TrainSettings, check, columns, steps_of_epochs, train
 
 
@@ -50,7 +50,9 @@ def run(command: Command) -> int:
     refuse_for_family(command, model.config, target)
     data = data or read_jsonl(command, target, model.config)
     check_data(data, target, command)
-    settings = settings_of(command, data)
+    if command.draft_config_path is not None:
+        choose_vocabulary(model, data)
+    settings = settings_of(command, data, model.config)
     optimizer = Optimizer(model.parameters(), command.max_grad_norm)
     fingerprint = fingerprint_of(command, model, settings, data)
     done = begin(command, model, optimizer, fingerprint)
@@ -68,29 +70,37 @@ def run(command: Command) -> int:
     return 0
 
 
-def start_model(command: Command, target: HFTarget) -> BlockModel:
+def start_model(command: Command, target: HFTarget) -> HostModel:
     """Float32 master weights, from a drafter or from the target's own layers."""
     if command.draft_init_path is not None:
-        drafter = load_drafter(command.draft_init_path, target, gap_rows=command.gap_rows)
+        name, base = command.draft_init_path, command.draft_rope_theta
+        drafter = load_drafter(name, target, gap_rows=command.gap_rows, rope_theta=base)
+        if drafter.vocabulary.embedding is not target.vocabulary.embedding and drafter.config.own_head:
+            raise UserError(
+                f"--draft-init-path {name} has an embed_tokens.weight that is not its target's, and training keeps the "
+                "target's; start from a drafter that was trained with it"
+            )
         return drafter.model.float().requires_grad_(True)
     assert command.draft_config_path is not None
     source = str(command.draft_config_path)
     config = read_config(command.draft_config_path, "--draft-config-path")
-    if command.gap_rows is not None:
+    config = config.for_target(target.num_layers)
+    if command.gap_rows is not None and isinstance(config, BlockConfig):
         config = replace(config, gap_rows=command.gap_rows)
     check_pair(config, target, source)
-    last = tuple(range(target.num_layers - config.num_layers, target.num_layers))
+    count = config.num_layers if isinstance(config, BlockConfig) else 0
+    last = tuple(range(target.num_layers - count, target.num_layers))
     layers = last if command.init_layers is None else command.init_layers
-    return from_target(config, target, layers, command.seed)
+    return fresh(config, target, layers, command.seed)
 
 
-def read_config(path: Path, what: str) -> BlockConfig:
+def read_config(path: Path, what: str) -> HostConfig:
     """The config of a drafter of any family. Raises UserError naming what is wrong with it."""
     raw = checkpoint.read_json(path, what)
     return READERS[detect_family(raw, str(path))](raw, str(path))
 
 
-def settings_of(command: Command, data: TokenFile) -> TrainSettings:
+def settings_of(command: Command, data: TokenFile, config: HostConfig) -> TrainSettings:
     """How long and how fast, from the flags."""
     settings = TrainSettings(
         num_steps=1,
@@ -100,6 +110,7 @@ def settings_of(command: Command, data: TokenFile) -> TrainSettings:
         max_grad_norm=command.max_grad_norm,
         accumulation_steps=command.accumulation_steps,
         dloop_max_stage=command.dloop_max_stage,
+        ttt_lengths=() if isinstance(config, BlockConfig) else command.ttt_length_dist,
         seed=command.seed,
         log_interval=command.log_interval,
         save_interval=command.save_interval,
@@ -111,7 +122,7 @@ def settings_of(command: Command, data: TokenFile) -> TrainSettings:
 
 
 def build_step(
-    command: Command, model: BlockModel, target: HFTarget, data: TokenFile, optimizer: Optimizer
+    command: Command, model: HostModel, target: HFTarget, data: TokenFile, optimizer: Optimizer
 ) -> Step | GraphedStep:
     """The objective and one step of it, with the accelerations asked for."""
     objective = objective_of(
@@ -124,6 +135,7 @@ def build_step(
             position_offset_max=command.position_offset_max,
             lambda_base_start=command.lambda_base_start,
             lambda_base_decay_ratio=command.lambda_base_decay_ratio,
+            loss_mask_shift=command.loss_mask_shift,
             weights=DSparkWeights(
                 ce=command.dspark_ce_loss_alpha,
                 l1=command.dspark_l1_loss_alpha,
@@ -132,7 +144,7 @@ def build_step(
         ),
     )
     if command.compile:
-        objective.row_sums = torch.compile(objective.row_sums)
+        objective.compile_rows()
     taps, last = model.config.target_layer_ids, objective.reads_teacher
     if command.cache_features:
         features = cache_features(target, data, taps, max(command.batch_size, 16), last=last)
@@ -146,7 +158,7 @@ def build_step(
     return GraphedStep(step)
 
 
-def begin(command: Command, model: BlockModel, optimizer: Optimizer, fingerprint: str) -> int:
+def begin(command: Command, model: HostModel, optimizer: Optimizer, fingerprint: str) -> int:
     """Steps already done: those of the checkpoint resumed from, or 0 in a folder that holds none."""
     found = latest(command.output_dir)
     if command.resume and found is not None:
@@ -156,9 +168,9 @@ def begin(command: Command, model: BlockModel, optimizer: Optimizer, fingerprint
     return 0
 
 
-def fingerprint_of(command: Command, model: BlockModel, settings: TrainSettings, data: TokenFile) -> str:
+def fingerprint_of(command: Command, model: HostModel, settings: TrainSettings, data: TokenFile) -> str:
     """Everything that decides the numbers of a run, data and starting weights by content; a resume must agree in it."""
-    chosen = ("dspark_", "dloop_", "lambda_", "loss_", "num_anc", "position_")
+    chosen = ("dspark_", "dloop_", "lambda_", "loss_", "num_anc", "position_")  # unroll lengths are among the settings
     objective = [getattr(command, name) for name in vars(command) if name.startswith(chosen)]
     facts = (
         model.config,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -78,6 +79,11 @@ class Objective(nn.Module):
     @abstractmethod
     def total_weights(self, parts: Sequence[tuple[TrainBatch, Anchors]], depth: int) -> TotalWeights:
         """What all rows of a step weigh. Needs labels alone, so that it is known before the first forward."""
+
+    def compile_rows(self) -> None:
+        """Let a compiler fuse all work on the vocabulary, which every family keeps in its `row_sums`."""
+        name = "row_sums"
+        setattr(self, name, torch.compile(getattr(self, name)))
 
     def begin_host_step(self, step: int, num_steps: int) -> None:
         """Set what changes over the steps of a host training; loop training never calls it."""

@@ -2,16 +2,21 @@
 
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dloop.drafters.block import BlockModel
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.domino import Domino
+from dloop.drafters.draft_vocab import maps_of, most_frequent
 from dloop.drafters.dspark import DSpark
+from dloop.drafters.eagle3 import Eagle3
 from dloop.drafters.families import build
+from dloop.drafters.host import HostConfig, HostModel
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
+from dloop.train.batch import TokenFile
 
 COPIED = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
@@ -19,6 +24,33 @@ COPIED = (
     *("input_layernorm", "post_attention_layernorm"),
 )
 SMALL = 0.02  # standard deviation of what has no counterpart in the target
+
+
+def fresh(config: HostConfig, target: HFTarget, layers: tuple[int, ...], seed: int) -> HostModel:
+    """A new float32 drafter: one of blocks from these layers of the target, an autoregressive one at random."""
+    if isinstance(config, BlockConfig):
+        return from_target(config, target, layers, seed)
+    torch.manual_seed(seed)
+    model = build(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=SMALL)
+    return model
+
+
+def choose_vocabulary(model: HostModel, data: TokenFile) -> None:
+    """Let the head of a new drafter know the tokens that the target writes most often in these data.
+
+    Source: the public trainers' rule. A drafter that was trained before keeps its own: another would permute its head.
+    """
+    if not isinstance(model, Eagle3):
+        return
+    samples = [data.sample(index) for index in range(len(data))]
+    written = torch.from_numpy(np.concatenate([sample.tokens[sample.labels] for sample in samples]))
+    config = model.config
+    kept = most_frequent(written, config.draft_vocab_size, config.vocab_size)
+    model.load_state_dict(maps_of(kept, config.vocab_size), strict=False)
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ class TrainSettings:
     max_grad_norm: float = 1.0
     accumulation_steps: int = 1
     dloop_max_stage: int = 3  # loop stage k ~ U{1..K} each step; 0: the host objective alone
+    ttt_lengths: tuple[int, ...] = ()  # autoregressive drafters: the unroll's length, one of these each step
     seed: int = 42
     log_interval: int = 50
     save_interval: int = 1000
@@ -58,6 +59,11 @@ class Record(NamedTuple):
 def depth_at(step: int, max_stage: int, seed: int) -> int:
     """The loop stage trained at a step: the same on every rank and after a resume. 0: none."""
     return random.Random(f"{seed}/{step}").randint(1, max_stage) if max_stage else 0
+
+
+def length_at(step: int, lengths: tuple[int, ...], seed: int) -> int:
+    """The unroll's length at a step, each as likely: the same on every rank and after a resume."""
+    return random.Random(f"{seed}/{step}").choice(lengths)
 
 
 class Step:
@@ -210,6 +216,8 @@ def advance(
         step_once.objective.begin_host_step(step, settings.num_steps)
     seed_step(settings.seed, step)
     chosen = [next(stream).to(step_once.optimizer.rate.device) for _ in range(settings.accumulation_steps)]
+    if settings.ttt_lengths:
+        return step_once(chosen, length_at(step, settings.ttt_lengths, settings.seed))
     return step_once(chosen, depth_at(step, settings.dloop_max_stage, settings.seed))
 
 

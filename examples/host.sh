@@ -1,4 +1,4 @@
-# What the examples of the block hosts share; sourced by them. Sets `size`, and defines `train_host`.
+# What the examples share; sourced by them. Sets `size`, and defines `train_host`.
 # CKPT: the drafter to start from. NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NPROC_PER_NODE: as torchrun's.
 # The paper runs 8 processes a node. Training here is one process so far: with more, `dloop train` stops and says so.
 set -euo pipefail
@@ -18,20 +18,23 @@ if [ -z "${DATA:-}" ]; then
 fi
 size=$(echo "$SIZE" | tr B b)
 
+START=--draft-init-path
+OPTIMISER=(--learning-rate 6e-4 --warmup-ratio 0.04 --max-grad-norm 1.0 --seed 42)
+
 # train_host HOST SCRIPT DRAFTER MAX_LENGTH FLAGS...
 train_host() {
     exec torchrun --nnodes "${NNODES:-1}" --node_rank "${NODE_RANK:-0}" --master_addr "${MASTER_ADDR:-127.0.0.1}" \
         --master_port "${MASTER_PORT:-29500}" --nproc_per_node "${NPROC_PER_NODE:-1}" "$ROOT/scripts/$2" \
         --target-model-path "Qwen/Qwen3-$SIZE" \
         --target-model-backend hf \
-        --draft-init-path "${CKPT:-$3}" \
+        "$START" "${CKPT:-$3}" \
         --train-data-path "$DATA" \
         --on-the-fly-loader \
         --chat-template qwen \
         --max-length "$4" \
         --output-dir "./outputs/dloop-$1-qwen3-$size" \
         --num-epochs 1 --batch-size 1 \
-        --learning-rate 6e-4 --warmup-ratio 0.04 --max-grad-norm 1.0 --seed 42 \
+        "${OPTIMISER[@]}" \
         --attention-backend flex_attention \
         "${@:5}"
 }

@@ -1,0 +1,124 @@
+"""The published flags and defaults of `scripts/train_eagle3.py`, turned into `dloop train`'s."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from dloop.cli.args import option, parse
+from dloop.cli.train import Command
+from dloop.cli.train_script import DEFAULT_EMBEDDING, DEFAULT_HEAD, FORMER, READ_AT_ONCE, as_command, refuse, tell
+from dloop.errors import UserError
+
+ONE_DEVICE = "the target runs on one device; leave it out"
+NO_EVALUATION = "leave it out, and measure a checkpoint on prompts: dloop generate --draft-model ..."
+OWN_LOSS = "the objective is the published cross-entropy with the target's law; leave it out"
+# field -> (values that are taken, the way out for all others)
+TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
+    "mtp": ((None,), "only EAGLE-3 drafters are trained so far; leave it out"),
+    "is_preformatted": ((False,), "give conversations with roles, or tokens (.npz)"),
+    "train_only_last_turn": ((False,), "every answer is a label; leave it out, or cut the conversations"),
+    "is_vlm": ((False,), "targets read text alone; leave it out"),
+    "trust_remote_code": ((False,), "code of checkpoints is never run; use a Qwen3, Qwen2 or Llama-like target"),
+    "embedding_key": ((None, DEFAULT_EMBEDDING), "the embedding is the loaded target's; leave it out"),
+    "lm_head_key": ((None, DEFAULT_HEAD), "the teacher is the loaded target; leave it out"),
+    "lk_loss_type": ((None,), OWN_LOSS),
+    "kl_scale": ((1.0,), OWN_LOSS),
+    "kl_decay": ((3.0,), OWN_LOSS),
+    "tp_size": ((1,), ONE_DEVICE),
+    "sp_ulysses_size": ((1,), ONE_DEVICE),
+    "sp_ring_size": ((1,), ONE_DEVICE),
+    "shard_target_output": ((False,), ONE_DEVICE),
+    "train_hidden_states_path": ((None,), "features are computed in the trainer; --cache-features keeps them"),
+    "eval_data_path": ((None,), NO_EVALUATION),
+    "eval_hidden_states_path": ((None,), NO_EVALUATION),
+    "model_download_dir": ((None,), "checkpoints go to the hub's own cache (HF_HOME); leave it out"),
+    "total_steps": ((None,), "the schedule ends with the run; leave it out, or give --max-num-steps"),
+    "report_to": (("none",), "the log is train.csv in --output-dir; use --report-to none"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published(Command):
+    """Train an EAGLE-3 drafter with the published flags and their published defaults; forwards to `dloop train`.
+
+    Start from a checkpoint (--ckpt-dir, whose vocabulary map is kept) or from a config (--draft-model-config).
+    """
+
+    ckpt_dir: str | None = option(None, "EAGLE-3 checkpoint to start from; its vocabulary map is kept", group="models")
+    draft_model_config: Path | None = option(None, "config.json of a new drafter", group="models")
+    mtp: Literal["qwen3.5", "gemma4"] | None = option(None, "train an MTP head instead", group=FORMER)
+    chat_template: Literal["model", "qwen", "llama3"] = option(  # pyright: ignore[reportIncompatibleVariableOverride]
+        "llama3", "how conversations are written; name one, the published llama3 is not offered", group="data"
+    )
+    num_epochs: int = option(10, "passes over the data", group="run")
+    max_num_steps: int | None = option(None, "optimiser steps; replaces --num-epochs", group="run")
+    draft_accumulation_steps: int = option(1, "forwards of an optimiser step", group="run")
+    learning_rate: float = option(1e-4, "peak rate of AdamW", group="run")
+    max_length: int = option(2048, "samples are cut at this many tokens", group="data")
+    warmup_ratio: float = option(0.015, "share of the steps that warm up; a cosine to 0 follows", group="run")
+    max_grad_norm: float = option(0.5, "gradients are clipped to this global norm", group="run")
+    seed: int = option(0, "of the order of the data and the lengths", group="run")
+    save_interval: int = option(5000, "steps between checkpoints", group="run")
+    ttt_length: int = option(7, "length of the unroll where --ttt-length-dist is not given", group="objective")
+    ttt_length_dist: tuple[int, ...] = option((), "lengths of the unroll, one drawn each step", group="objective")
+    attention_backend: Literal["sdpa", "flex_attention", "eager", "fa"] = option(
+        "flex_attention", "taken, and told what is used instead: PyTorch's own", group="speed"
+    )
+    on_the_fly_loader: bool = option(False, f"taken: {READ_AT_ONCE}", group="data")
+    dataloader_num_workers: int = option(4, f"taken: {READ_AT_ONCE}", group="data")
+    build_dataset_num_proc: int | None = option(None, f"taken: {READ_AT_ONCE}", group="data")
+    cache_dir: str | None = option(None, "taken: tokens are not kept on disk", group="data")
+    cache_key: str | None = option(None, "taken: tokens are not kept on disk", group="data")
+    dist_timeout: int = option(20, "taken: one process waits for no other", group="run")
+    eval_interval: int = option(5000, "taken: means nothing without --eval-data-path", group="run")
+    verbose: bool = option(False, "taken: the log has a line every --log-interval steps", group="run")
+    train_hidden_states_path: Path | None = option(None, "features computed before", group=FORMER)
+    eval_data_path: Path | None = option(None, "held-out data", group=FORMER)
+    eval_hidden_states_path: Path | None = option(None, "features of held-out data", group=FORMER)
+    is_preformatted: bool = option(False, "texts with the chat template already in them", group=FORMER)
+    train_only_last_turn: bool = option(False, "labels of the last answer alone", group=FORMER)
+    is_vlm: bool = option(False, "a target that sees images", group=FORMER)
+    trust_remote_code: bool = option(False, "run code of a checkpoint", group=FORMER)
+    tp_size: int = option(1, "devices of the target", group=FORMER)
+    sp_ulysses_size: int = option(1, "devices of a sequence", group=FORMER)
+    sp_ring_size: int = option(1, "devices of a sequence", group=FORMER)
+    shard_target_output: bool = option(False, "spread the target's output over devices", group=FORMER)
+    embedding_key: str | None = option(None, "name of the target's embedding", group=FORMER)
+    lm_head_key: str | None = option(None, "name of the target's head", group=FORMER)
+    lk_loss_type: str | None = option(None, "another objective", group=FORMER)
+    kl_scale: float = option(1.0, "of another objective", group=FORMER)
+    kl_decay: float = option(3.0, "of another objective", group=FORMER)
+    model_download_dir: str | None = option(None, "where checkpoints are kept", group=FORMER)
+    total_steps: int | None = option(None, "steps of the schedule", group=FORMER)
+    report_to: str = option("none", "tracker", group=FORMER)
+
+
+def forwarded(prog: str, words: list[str]) -> list[str]:
+    """The same command line for `dloop train`. Notes go to standard error. Raises UserError for what is not offered."""
+    command = parse(Published, prog, words)
+    refuse(command, TAKEN)
+    is_text = command.train_data_path.suffix == ".jsonl"
+    if is_text and command.chat_template == "llama3":
+        raise UserError("--chat-template llama3 is not offered: name qwen (for Qwen3) or model (the target's own)")
+    tell(prog, command.attention_backend, on_the_fly=command.on_the_fly_loader)
+    meant = replace(
+        command,
+        draft_init_path=merged(command, "draft_init_path", "ckpt_dir"),
+        draft_config_path=merged(command, "draft_config_path", "draft_model_config"),
+        max_steps=merged(command, "max_steps", "max_num_steps"),
+        accumulation_steps=merged(command, "accumulation_steps", "draft_accumulation_steps"),
+        chat_template=command.chat_template if is_text else "model",
+        ttt_length_dist=command.ttt_length_dist or (command.ttt_length,),
+    )
+    return as_command(meant)
+
+
+def merged(command: Published, ours: str, theirs: str) -> Any:
+    """One value of two flags that mean the same. Raises UserError if both are given and differ."""
+    value, given, default = getattr(command, ours), getattr(command, theirs), getattr(Published, theirs)
+    if given == default:
+        return value
+    if value not in (default, given):
+        flags = [f"--{name.replace('_', '-')} {found}" for name, found in ((ours, value), (theirs, given))]
+        raise UserError(f"{' and '.join(flags)} mean the same thing; give one")
+    return given
