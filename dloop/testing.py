@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dloop.checkpoint import write_checkpoint
+from dloop.doubles import Script as Script
 from dloop.doubles import ScriptedDrafter as ScriptedDrafter
 from dloop.doubles import TableTarget as TableTarget
 from dloop.doubles import chain as chain

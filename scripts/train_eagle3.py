@@ -5,8 +5,8 @@ Takes the published flags with their published defaults and forwards to `dloop t
 
 import sys
 
-from dloop.cli.main import entry, fail, one_line
 from dloop.cli.eagle3_script import forwarded
+from dloop.cli.main import entry, fail, one_line
 from dloop.errors import UserError
 
 PROG = "train_eagle3.py"

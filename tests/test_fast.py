@@ -9,7 +9,7 @@ import torch
 import dloop
 from dloop.api import generate
 from dloop.batch import generate_many, on_device
-from dloop.detect import FAMILIES
+from dloop.detect import BLOCK_FAMILIES
 from dloop.drafters.gap import READINGS
 from dloop.errors import UserError
 from dloop.fast import decode as fast_decode
@@ -68,7 +68,7 @@ def test_the_comparison_sees_a_row_that_sees_a_sibling():
 
 
 @pytest.mark.parametrize("reading", READINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BLOCK_FAMILIES)
 def test_static_drafters_draft_what_their_twin_does(family, reading):
     target = tiny_target()
     twin = tiny_drafter(target, family=family, gap_rows=reading)
@@ -90,7 +90,7 @@ def test_static_drafters_draft_what_their_twin_does(family, reading):
                 assert drafted.score == pytest.approx(expected.score, abs=1e-4)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=BLOCK_FAMILIES)
 def family(request):
     """A target on the fast path, its texts from the twin, and a drafter that is mostly right on them."""
     twin = tiny_target("qwen2", num_layers=3)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dloop
 from dloop.checkpoint import sha256
-from dloop.detect import FAMILIES, detect_family
+from dloop.detect import BLOCK_FAMILIES, FAMILIES, detect_family
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.families import READERS, build
 from dloop.drafters.gap import READINGS
@@ -83,7 +83,7 @@ def test_what_was_written_is_what_is_loaded(target, head, layout, tmp_path):
             assert found == (expected[0], pytest.approx(expected[1], abs=1e-4), expected[2])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BLOCK_FAMILIES)
 @pytest.mark.parametrize("kind", ["qwen3", "llama_tied"], ids=["untied", "tied"])
 @pytest.mark.parametrize("size", [None, 20_000], ids=["single", "sharded"])
 def test_every_family_is_loaded_with_its_target_s_own_vocabulary(family, kind, size, tmp_path):
@@ -305,7 +305,7 @@ def test_a_drafter_s_own_vocabulary_is_kept_when_it_differs(target, flat):
     assert drafter.vocabulary.embedding.data_ptr() == target.vocabulary.embedding.data_ptr()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BLOCK_FAMILIES)
 def test_every_tensor_of_the_checkpoint_makes_a_difference(target, family, tmp_path):
     """A key that is loaded but never used would pass every other check."""
 

@@ -11,6 +11,7 @@ import dloop
 from dloop.detect import FAMILIES
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.gap import READINGS
+from dloop.drafters.host import HostDrafter
 from dloop.drafters.proposal import Proposal
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate
 from dloop.judge import Match, Reject, follow
@@ -193,7 +194,7 @@ class Taught:
 
     target: HFTarget
     texts: list[list[int]]
-    drafter: BlockDrafter
+    drafter: HostDrafter
 
 
 LAW = {"temperature": 0.8, "top_k": 40}
@@ -235,6 +236,8 @@ def test_every_family_gate_and_cap_gives_the_target_s_text(taught, seed):
 def test_every_reading_of_the_gap_gives_the_target_s_text(taught, reading):
     """Taught one reading, decoded in all: what stands in the gap moves acceptance alone."""
     model = taught.drafter.model
+    if model.config.gap_rows is None:
+        pytest.skip(f"{model.config.family} leaves no gap")
     config, model.config = model.config, replace(model.config, gap_rows=reading)
     try:
         check_family(taught, Match, None, gate=ALWAYS_OPEN, max_stages=4)
@@ -245,7 +248,7 @@ def test_every_reading_of_the_gap_gives_the_target_s_text(taught, reading):
 def test_the_taught_drafters_loop_and_are_refused_at_times(taught):
     """Without long accepted runs over several stages, and rejections, the tests above would prove little."""
     rounds = [r for seed in (None, 0, 1) for r in check_family(taught, Match, seed, gate=-2.0, max_stages=12)]
-    assert max(r.accepted for r in rounds) > 2 * taught.drafter.config.stage_len
+    assert max(r.accepted for r in rounds) > 2 * taught.drafter.stage_len
     assert len({r.stages for r in rounds}) > 1
     assert any(r.accepted < len(r.drafted) for r in rounds)
 
@@ -270,7 +273,7 @@ def misstating(propose: Callable[..., Proposal]) -> Callable[..., Proposal]:
     def turned(*given: object) -> Proposal:
         found = propose(*given)
         assert found.probs is not None
-        said = found.probs**-0.5
+        said = torch.where(found.probs > 0, found.probs**-2, 0.0)
         return found._replace(probs=said / said.sum(-1, keepdim=True))
 
     return turned

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dloop.detect import FAMILIES
+from dloop.detect import BLOCK_FAMILIES
 from dloop.drafters.block import BlockDrafter, BlockMemory
 from dloop.drafters.gap import READINGS
 from dloop.drafters.memory import KeyValues, SlotMemory
@@ -255,7 +255,7 @@ def decode_lawfully(
     return lawful
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BLOCK_FAMILIES)
 @pytest.mark.parametrize("reading", READINGS)
 def test_the_drafter_holds_exactly_the_verified_rows_after_every_round(target, family, reading):
     """Whatever was accepted: 0, 1, ..., S * k tokens of a round."""
@@ -329,7 +329,7 @@ def test_a_drafter_memory_that_breaks_the_law_is_caught(
         decode_lawfully(qwen3, planted(drafter), Forced([2]), max_stages=3, num_tokens=12, gate=ALWAYS_OPEN)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BLOCK_FAMILIES)
 def test_further_stages_stand_on_a_tail_that_the_next_round_drops(qwen3, family):
     drafter = tiny_drafter(qwen3, family=family, stage_len=K)
     memory = drafter.open()

@@ -10,7 +10,7 @@ import torch
 
 import dloop.train.trainer
 from dloop.cli.main import entry
-from dloop.detect import FAMILIES
+from dloop.detect import BLOCK_FAMILIES
 from dloop.drafters.gap import READINGS, gap_rows
 from dloop.errors import UserError
 from dloop.load import load_drafter
@@ -44,14 +44,14 @@ def pair():
     return target, tiny_drafter(target)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=BLOCK_FAMILIES)
 def each(request):
     """The pair of every family."""
     target = tiny_target("llama", seed=3)
     return target, tiny_drafter(target, family=request.param)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BLOCK_FAMILIES)
 @pytest.mark.parametrize("reading", READINGS)
 def test_packed_training_stages_are_the_deployed_stages_in_float64(family, reading):
     target = tiny_target("qwen3", seed=1)
@@ -491,7 +491,7 @@ def test_a_broken_state_is_not_resumed_from(folders, capsys, fault):
     assert ("not finite" if fault == "nan" else "cannot be read") in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", ["good", *FAMILIES])
+@pytest.mark.parametrize("family", ["good", *BLOCK_FAMILIES])
 def test_replay_predicts_real_decoding_at_every_gate(family):
     target = tiny_target("qwen3", seed=5)
     prompt = [5, 9, 3, 11, 7]

@@ -40,7 +40,7 @@ class ChainModel(HostModel):
         self,
         states: Float[Tensor, "B n D"],
         embedded: Float[Tensor, "B n D"],
-        positions: Int[Tensor, "B n"],
+        positions: Int[Tensor, "#B n"],
         attend: Attend,
     ) -> Float[Tensor, "B n D"]:
         """The one row arithmetic: what each row hands to the next one. Training and decoding differ in `attend`."""

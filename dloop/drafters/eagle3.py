@@ -175,7 +175,7 @@ class Eagle3(ChainModel):
         self,
         states: Float[Tensor, "B n D"],
         embedded: Float[Tensor, "B n D"],
-        positions: Int[Tensor, "B n"],
+        positions: Int[Tensor, "#B n"],
         attend: Attend,
     ) -> Float[Tensor, "B n D"]:
         return self.midlayer(states, embedded, Rotary.at(positions, self.config, states.dtype), attend)

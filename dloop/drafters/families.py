@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import overload
 
 from torch import Tensor
 
@@ -25,10 +24,6 @@ READERS: Mapping[str, Callable[[Json, str], HostConfig]] = {
 }
 
 
-@overload
-def build(config: BlockConfig) -> BlockModel: ...
-@overload
-def build(config: HostConfig) -> HostModel: ...
 def build(config: HostConfig) -> HostModel:
     """The model of a config, with fresh weights."""
     match config:

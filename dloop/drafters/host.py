@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from torch import nn
 
@@ -44,7 +44,7 @@ class HostConfig:
         """Hidden size of the target's layers."""
         return self.hidden_size
 
-    def for_target(self, num_layers: int) -> Self:
+    def for_target(self, num_layers: int) -> "HostConfig":
         """What the file leaves open, filled in for a target of so many layers."""
         return self
 

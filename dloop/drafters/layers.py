@@ -95,8 +95,8 @@ class NormedAttention(Attention):
         self, rows: Float[Tensor, "B R W"], rotary: Rotary, memory: KeyValues, mask: Bool[Tensor, "B 1 R S"] | None
     ) -> Float[Tensor, "B R D"]:
         """Attend over [memory ; rows]; `mask` (True = visible) covers all S of them, None shows everything."""
-        seen = join(memory, self.project(rows, rotary))
-        return self.output(attend(self.queries(rows, rotary), seen, mask))
+        queries = self.queries(rows, rotary)
+        return self.output(attend(queries, join(memory, self.project(rows, rotary)), mask))
 
 
 class MLP(nn.Module):

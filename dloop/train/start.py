@@ -69,6 +69,7 @@ def from_target(config: BlockConfig, target: HFTarget, layers: tuple[int, ...], 
         )
     torch.manual_seed(seed)
     model = build(config)
+    assert isinstance(model, BlockModel)
     sources = cast(nn.ModuleList, target.backbone.layers)
     for layer, index in zip(model.layers, layers, strict=True):
         for name in COPIED:
