@@ -36,7 +36,8 @@ OPTIONS = {
     "generate": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
     "--loop-gate --gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p "
     "--seed --verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta "
-    "--draft-depth --draft-rope-theta --mtp-k --prompt --prompt-file --prompt-ids --messages --chat --no-chat --json --no-json --debug "
+    "--draft-depth --draft-rope-theta --mtp-k --prompt --prompt-file --prompt-ids --messages --chat --no-chat "
+    "--json --no-json --debug "
     "--no-debug --trace --no-trace",
     "check": "--model --draft-model --dtype --device --engine --revision --draft-revision --prompt --max-new-tokens "
     "--loop-gate "
@@ -54,7 +55,8 @@ OPTIONS = {
     "--loop-gate "
     "--gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
     "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
-    "--draft-rope-theta --mtp-k --dataset --data-dir --max-samples --chat --no-chat --json --no-json --debug --no-debug --output-dir "
+    "--draft-rope-theta --mtp-k --dataset --data-dir --max-samples --chat --no-chat --json --no-json --debug "
+    "--no-debug --output-dir "
     "--overwrite --no-overwrite",
     "report": "--results --name --compare --json --no-json --debug --no-debug --gain --markdown --plot",
     "latency": "--shape --rows --context --repeats --dtype --device --seed --peers --replay --replay-rounds "
@@ -64,11 +66,13 @@ OPTIONS = {
     "--max-samples --max-new-tokens --temperature --top-k --top-p --seed --live --shard --resume --no-resume --json "
     "--no-json --debug --no-debug",
     "train": "--target-model-path --target-model-backend --draft-init-path --draft-config-path --init-layers "
-    "--draft-rope-theta --train-data-path --chat-template --strict-data --no-strict-data --max-length --output-dir --resume --no-resume "
+    "--draft-rope-theta --train-data-path --chat-template --strict-data --no-strict-data --max-length "
+    "--output-dir --resume --no-resume "
     "--num-epochs --max-steps --batch-size --accumulation-steps --learning-rate --warmup-ratio --max-grad-norm "
     "--seed --log-interval --save-interval --num-anchors --loss-decay-gamma --position-offset-max "
     "--dspark-ce-loss-alpha --dspark-l1-loss-alpha --dspark-confidence-head-alpha --lambda-base-start "
-    "--lambda-base-decay-ratio --dloop-max-stage --dloop-loss-weight --ttt-length-dist --loss-mask-shift --gap-rows --dtype --device --cache-features "
+    "--lambda-base-decay-ratio --dloop-max-stage --dloop-loss-weight --ttt-length-dist --loss-mask-shift "
+    "--gap-rows --dtype --device --cache-features "
     "--no-cache-features --compile --no-compile --cuda-graphs --no-cuda-graphs --json --no-json --debug --no-debug",
 }
 

@@ -10,7 +10,7 @@ from dloop.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Common):
-    """Write a block drafter in a published layout. Tensors are passed on bit for bit.
+    """Write a drafter in a published layout. Tensors are passed on bit for bit.
 
     specforge is what `dloop train` writes: a nested config, the target's vocabulary is used. dflash is the same under
     the one model name that early files give every family. deepspec (DSpark only) is flat and stores embedding and head
