@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from dloop.cli.args import option, parse
 from dloop.cli.train import Command
 from dloop.cli.train_script import DEFAULT_EMBEDDING, DEFAULT_HEAD, FORMER, READ_AT_ONCE, as_command, refuse, tell
 from dloop.errors import UserError
 
+T = TypeVar("T")
+
+ACCUMULATION = "--draft-accumulation-steps"
 ONE_DEVICE = "the target runs on one device; leave it out"
 NO_EVALUATION = "leave it out, and measure a checkpoint on prompts: dloop generate --draft-model ..."
 OWN_LOSS = "the objective is the published cross-entropy with the target's law; leave it out"
@@ -103,22 +106,24 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
     tell(prog, command.attention_backend, on_the_fly=command.on_the_fly_loader)
     meant = replace(
         command,
-        draft_init_path=merged(command, "draft_init_path", "ckpt_dir"),
-        draft_config_path=merged(command, "draft_config_path", "draft_model_config"),
-        max_steps=merged(command, "max_steps", "max_num_steps"),
-        accumulation_steps=merged(command, "accumulation_steps", "draft_accumulation_steps"),
+        draft_init_path=merged("--draft-init-path", command.draft_init_path, "--ckpt-dir", command.ckpt_dir, None),
+        draft_config_path=merged(
+            "--draft-config-path", command.draft_config_path, "--draft-model-config", command.draft_model_config, None
+        ),
+        max_steps=merged("--max-steps", command.max_steps, "--max-num-steps", command.max_num_steps, None),
+        accumulation_steps=merged(
+            "--accumulation-steps", command.accumulation_steps, ACCUMULATION, command.draft_accumulation_steps, 1
+        ),
         chat_template=command.chat_template if is_text else "model",
         ttt_length_dist=command.ttt_length_dist or (command.ttt_length,),
     )
     return as_command(meant)
 
 
-def merged(command: Published, ours: str, theirs: str) -> Any:
+def merged(ours: str, value: T, theirs: str, given: T, default: T) -> T:
     """One value of two flags that mean the same. Raises UserError if both are given and differ."""
-    value, given, default = getattr(command, ours), getattr(command, theirs), getattr(Published, theirs)
     if given == default:
         return value
     if value not in (default, given):
-        flags = [f"--{name.replace('_', '-')} {found}" for name, found in ((ours, value), (theirs, given))]
-        raise UserError(f"{' and '.join(flags)} mean the same thing; give one")
+        raise UserError(f"{ours} {value} and {theirs} {given} mean the same thing; give one")
     return given
