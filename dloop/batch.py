@@ -53,7 +53,7 @@ def generate_many(
 
 
 def generate_numbered(
-    target: HFTarget, drafter: BlockDrafter | None, numbered: Numbered, settings: Settings, live: int = 32
+    target: HFTarget, drafter: HostDrafter | None, numbered: Numbered, settings: Settings, live: int = 32
 ) -> Iterator[Completion]:
     """The same for prompts that bring their own numbers, no two alike, as when some of many are done already."""
     if live < 1:

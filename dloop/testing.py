@@ -162,7 +162,7 @@ def taught_drafter(
     return drafter
 
 
-def teach(drafter: BlockDrafter, target: HFTarget, texts: Sequence[Sequence[int]], steps: int) -> None:
+def teach(drafter: HostDrafter, target: HFTarget, texts: Sequence[Sequence[int]], steps: int) -> None:
     """Train a drafter in place."""
     lengths = torch.tensor([len(text) for text in texts])
     tokens = nn.utils.rnn.pad_sequence([torch.tensor(list(text)) for text in texts], batch_first=True)

@@ -20,6 +20,7 @@ from dloop.cli.args import parse
 from dloop.cli.eagle3_script import TAKEN, forwarded
 from dloop.cli.main import entry
 from dloop.detect import detect_family
+from dloop.diagnosis.intake import take_in
 from dloop.drafters.chain import ChainDrafter, ChainMemory
 from dloop.drafters.draft_vocab import most_frequent
 from dloop.drafters.eagle3 import published_taps, read_eagle3
@@ -247,6 +248,13 @@ def test_the_rope_base_is_checked_and_can_be_named(target, folder, tmp_path):
     block = write_drafter(tiny_drafter(target), tmp_path / "block", "specforge")
     with pytest.raises(UserError, match="does not apply to dspark"):
         dloop.load_drafter(str(block), target, rope_theta=10_000.0)
+
+
+def test_the_doctor_says_that_it_examines_block_drafters(target, folder):
+    with pytest.raises(
+        UserError, match="is a drafter of eagle3; block drafters are examined so far: dflash, dspark, domino"
+    ):
+        take_in(str(folder), folder, target)
 
 
 # What is drafted

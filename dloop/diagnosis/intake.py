@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 from dloop import checkpoint
-from dloop.detect import check_heads, detect_family, misfits
+from dloop.detect import BLOCK_FAMILIES, check_heads, detect_family, misfits
 from dloop.diagnosis.expected import expected_of
 from dloop.diagnosis.findings import Cause, Expected, Finding
 from dloop.diagnosis.tensors import check_tensors
-from dloop.drafters.block import BlockDrafter
+from dloop.drafters.block import BlockDrafter, BlockModel
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.families import READERS, build, named
 from dloop.errors import UserError
@@ -37,9 +37,15 @@ class Intake:
 def take_in(name: str, folder: Path, target: HFTarget) -> Intake:
     """Read a drafter's folder. Raises UserError where it is no drafter, or of no known family."""
     raw = checkpoint.read_json(folder / "config.json", name)
-    family = detect_family(raw, name)
+    family = detect_family(raw, name, lambda: checkpoint.tensor_names(folder))
+    if family not in BLOCK_FAMILIES:
+        raise UserError(
+            f"{name} is a drafter of {family}; block drafters are examined so far: {', '.join(BLOCK_FAMILIES)}; "
+            "dloop check certifies any"
+        )
     try:
         config = READERS[family](raw, f"{name}/config.json")
+        assert isinstance(config, BlockConfig)
         expected = expected_of(raw, config, name)
     except UserError as error:
         return Intake(drafter=None, findings=[refusal("config", error)], expected=None)
@@ -84,11 +90,12 @@ class TensorFaultsError(Exception):
 
 def drafter_of(config: BlockConfig, family: str, folder: Path, target: HFTarget, name: str) -> BlockDrafter:
     """The drafter, loaded as `load_drafter` loads. Raises TensorFaultsError or UserError for unsound weights."""
-    tensors = named(family, checkpoint.read_tensors(folder))
+    tensors = named(config, checkpoint.read_tensors(folder), name)
     check_heads(family, tensors, name)
-    vocabulary = own_vocabulary(tensors, target, name)
+    vocabulary = own_vocabulary(config, tensors, target, name)
     with torch.device("meta"):
         model = build(config)
+    assert isinstance(model, BlockModel)
     faults = {words: names for words, names in checkpoint.tensor_faults(model, tensors).items() if names}
     if faults:
         raise TensorFaultsError([tensor_finding(words, names, len(tensors)) for words, names in faults.items()])

@@ -88,5 +88,6 @@ def rebuilt(model: BlockModel, config: BlockConfig) -> BlockModel:
             other = SamePosition(config)
         else:
             other = build(config)
+    assert isinstance(other, BlockModel)
     other.load_state_dict(model.state_dict(), assign=True)
     return other.eval().requires_grad_(False)
