@@ -19,7 +19,7 @@ from dloop.errors import UserError
 from dloop.testing import tiny_drafter, tiny_target, write_drafter, write_target
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {name: ROOT / "scripts" / f"{name}.py" for name in ("train_dflash", "train_domino")}
+SCRIPTS = {name: ROOT / "scripts" / f"{name}.py" for name in ("train_dflash", "train_domino", "train_eagle3")}
 SCRIPT = SCRIPTS["train_dflash"]
 EXAMPLES = ROOT / "examples"
 PUBLISHED = r"""

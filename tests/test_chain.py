@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_memory import VOCAB, Forced, assert_close
+from test_train_script import SCRIPTS, example, loaded
 from torch import Tensor
 
 import dloop
@@ -712,3 +714,54 @@ def test_what_is_not_offered_is_refused_with_the_way_out():
         meant()
     with pytest.raises(UserError, match="mean the same thing"):
         meant(*QWEN, "--draft-init-path", "E")
+
+
+def test_the_script_trains(home, target, capsys):
+    words = command(home, "--ckpt-dir", str(home / "drafter"), "--max-num-steps", "1", "--attention-backend", "sdpa")
+    assert loaded("train_eagle3").main(words) == 0
+    assert dloop.load_drafter(capsys.readouterr().out.strip(), target).family == "eagle3"
+    assert loaded("train_eagle3").main([*words, "--mtp", "gemma4"]) == 2
+    assert "train_eagle3.py: error: --mtp gemma4 is not offered" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_the_example_is_parsed_and_needs_a_checkpoint(tmp_path):
+    given = example(tmp_path, "8B", host="eagle3", DATA="d.jsonl", CKPT="C").stdout.split("\n")[:-1]
+    at = given.index(str(SCRIPTS["train_eagle3"]))
+    command = parse(train_command.Command, "dloop train", forwarded("train_eagle3.py", given[at + 1 :]))
+    assert (command.target_model_path, command.draft_init_path) == ("Qwen/Qwen3-8B", "C")
+    assert (command.ttt_length_dist, command.num_epochs, command.max_length) == ((7, 14, 21), 1, 4096)
+    assert (command.learning_rate, command.warmup_ratio, command.max_grad_norm) == (1e-4, 0.015, 0.5)
+    done = example(tmp_path, "4B", host="eagle3", DATA="d.jsonl")
+    assert done.returncode == 2 and "CKPT is not set" in done.stderr
+
+
+# Layouts
+
+
+def test_export_writes_the_one_layout_there_is(home, target, capsys):
+    """From SafeAILab's form: a plain Llama config, the embedding beside the weights."""
+    rewrite(home / "drafter", architectures=["LlamaForCausalLM"], auto_map={"AutoModel": "x.Y"})
+    embedding = target.vocabulary.embedding.clone()
+    rewrite_tensors(home / "drafter", lambda t: t.update({"embed_tokens.weight": embedding}))
+    before = load_file(home / "drafter" / "model.safetensors")
+
+    def export(layout: str) -> int:
+        models = ["--model", str(home / "target"), "--draft-model", str(home / "drafter")]
+        return entry(["export", *models, "--layout", layout, "--output-dir", str(home / layout)])
+
+    assert export("specforge") == 0
+    after = load_file(home / "specforge" / "model.safetensors")
+    assert after.keys() == before.keys() - {"embed_tokens.weight"}
+    assert all(torch.equal(before[key], after[key]) for key in after)
+    config = json.loads((home / "specforge" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and "auto_map" not in config
+    one, other = (dloop.load_drafter(str(home / name), target) for name in ("drafter", "specforge"))
+    assert answer(one, target) == pytest.approx(answer(other, target), abs=1e-5)  # weights at other addresses
+    for layout in ("dflash", "deepspec"):
+        assert export(layout) == 2
+        assert f"the {layout} layout is for block drafters, this drafter is eagle3" in capsys.readouterr().err
+    rewrite_tensors(home / "drafter", lambda t: t.update({"embed_tokens.weight": embedding + 1}))
+    shutil.rmtree(home / "specforge")
+    assert export("specforge") == 2
+    assert "embed_tokens.weight is not its target's" in capsys.readouterr().err
