@@ -17,7 +17,7 @@ from dloop.bench.tasks import load
 from dloop.chat import load_tokenizer
 from dloop.cli.answer import device_of
 from dloop.cli.args import option, parse
-from dloop.drafters.block import BlockDrafter
+from dloop.drafters.host import HostDrafter
 from dloop.gate import NEVER_OPENS
 from dloop.records import hardware, versions
 from dloop.settings import Settings
@@ -51,7 +51,7 @@ class Pass:
     rounds: int
 
 
-Way = tuple[BlockDrafter | None, Settings]
+Way = tuple[HostDrafter | None, Settings]
 
 
 def decode_all(target: HFTarget, way: Way, prompts: list[list[int]], live: int) -> Pass:

@@ -432,7 +432,11 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(folder, tmp_path, cap
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("content", [b"", b"no gzip at all", gzip.compress(b'{"prompt": "a"}\n' * 50)[:-9]])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no gzip at all", gzip.compress(b'{"prompt": "a"}\n' * 50)[:-9]],
+    ids=["empty", "other bytes", "cut off"],  # compressed bytes hold the time
+)
 def test_files_that_hold_no_prompts_are_refused(folder, tmp_path, capsys, content):
     path = tmp_path / "prompts.jsonl.gz"
     path.write_bytes(content)
