@@ -95,6 +95,10 @@ def test_the_published_configs_are_read():
     assert named.for_target(36).target_layer_ids == (2, 5, 9)
 
 
+def test_null_is_as_good_as_absent():
+    assert read_eagle3({**HUB, "norm_output": None, "hidden_act": None, "layer_types": None}, "config")
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [
@@ -102,6 +106,12 @@ def test_the_published_configs_are_read():
         ({"norm_output": False}, "norm_output=False"),
         ({"fc_norm": True}, "fc_norm=True"),
         ({"norm_before_residual": True}, "norm_before_residual=True"),
+        ({"parallel_drafting": True}, "parallel_drafting=True"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types="),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"dloop_config": 5}, "dloop_config=5"),
+        ({"eagle_config": [1]}, "eagle_config=[1]"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_theta": None}, "'rope_theta'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),

@@ -195,7 +195,14 @@ def test_another_activation_stays_on_the_twin():
 
 @pytest.mark.parametrize(
     ("queries", "keys", "dim", "offered"),
-    [(32, 8, 128, True), (64, 1, 64, True), (66, 1, 64, False), (32, 8, 80, False), (4, 2, 8, False)],
+    [
+        (32, 8, 128, True),
+        (64, 1, 64, True),
+        (66, 1, 64, False),
+        (32, 8, 80, False),
+        (4, 2, 8, False),
+        (16, 4, 256, False),
+    ],
 )
 def test_the_kernels_are_offered_where_a_group_of_heads_fits(monkeypatch, queries, keys, dim, offered):
     pytest.importorskip("triton")

@@ -254,7 +254,9 @@ def finish(
     figures = answers.figures()
     record: dict[str, object] = {**known, **figures, "output_sha256": sha256}
     write(record_of(command.output), json.dumps(record, indent=1, allow_nan=False) + "\n")
-    shutil.rmtree(parts.folder)
+    done = parts.folder.with_name(parts.folder.name + ".done")  # a kill half-way through leaves nothing to resume
+    parts.folder.rename(done)
+    shutil.rmtree(done)
     print(
         f"{command.output}: {figures['samples']} answers, {figures['response_tokens']} tokens at "
         f"{figures['tokens_per_s']:.0f} tokens/s; {figures['cut']} cut at {command.max_new_tokens} tokens; "

@@ -11,14 +11,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from dloop.checkpoint import brief
 from dloop.drafters.chain import Attend, ChainModel
-from dloop.drafters.config import Json, Reader
+from dloop.drafters.config import Json, Reader, fully_attends
 from dloop.drafters.host import HostConfig
 from dloop.drafters.layers import MLP, Attention, RMSNorm, Rotary
 
 DEPTH = 7  # tokens of a chain: the length of the published training-time test
 NUM_TAPS = 3
-LATER = ("fc_norm", "norm_before_fc", "norm_before_residual", "mlp_bias")  # of variants with another arithmetic
+LATER = ("fc_norm", "norm_before_fc", "norm_before_residual", "mlp_bias", "parallel_drafting")  # another arithmetic
+OTHER = ("use_sliding_window", "quantization_config")  # what a Llama layer may have and this one has not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +58,7 @@ def read_eagle3(raw: Json, source: str) -> Eagle3Config:
     that divide the hidden size, the whole vocabulary. Raises UserError naming the key that is missing or wrong.
     """
     reader = with_head_dim(Reader(raw, source))
-    for key in LATER:
-        if raw.get(key):
-            raise reader.fail(f"{key}={raw[key]!r} is a later EAGLE-3 variant, which is not supported; use a plain one")
-    if raw.get("norm_output", True) is not True:
-        raise reader.fail("norm_output=False is a later EAGLE-3 variant, which is not supported; use a plain one")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise reader.fail(f"hidden_act={raw['hidden_act']!r} is not supported; EAGLE-3 uses 'silu'")
+    check_plain(reader)
     if reader.integer("num_hidden_layers") != 1:
         raise reader.fail(f"num_hidden_layers={raw['num_hidden_layers']} is not supported; EAGLE-3 has one layer")
     hidden, vocabulary = reader.integer("hidden_size"), reader.integer("vocab_size")
@@ -81,6 +77,27 @@ def read_eagle3(raw: Json, source: str) -> Eagle3Config:
         target_hidden_size=reader.integer("target_hidden_size") if reader.has("target_hidden_size") else hidden,
         draft_vocab_size=reader.integer("draft_vocab_size") if reader.has("draft_vocab_size") else vocabulary,
     )
+
+
+def check_plain(reader: Reader) -> None:
+    """Refuse what names another model than the published one. Null is as good as absent."""
+    raw = reader.raw
+    later = "a later EAGLE-3 variant, which is not supported; use a plain one"
+    for key in LATER:
+        if raw.get(key):
+            raise reader.fail(f"{key}={brief(raw[key])} is {later}")
+    if raw.get("norm_output") not in (None, True):
+        raise reader.fail(f"norm_output={brief(raw['norm_output'])} is {later}")
+    for key in OTHER:
+        if raw.get(key):
+            raise reader.fail(f"{key}={brief(raw[key])} is not supported; use a checkpoint without it")
+    if raw.get("hidden_act") not in (None, "silu"):
+        raise reader.fail(f"hidden_act={brief(raw['hidden_act'])} is not supported; EAGLE-3 uses 'silu'")
+    if not fully_attends(raw):
+        raise reader.fail(f"layer_types={brief(raw['layer_types'])} is not supported; EAGLE-3 attends to everything")
+    for key in ("dloop_config", "eagle_config"):
+        if raw.get(key) is not None and not isinstance(raw[key], Mapping):
+            raise reader.fail(f"{key}={brief(raw[key])} must be an object; fetch config.json again")
 
 
 def with_head_dim(reader: Reader) -> Reader:

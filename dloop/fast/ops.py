@@ -13,6 +13,7 @@ from dloop.kernels.shapes import Heads, HeadWeights, Store
 from dloop.types import Vocabulary
 
 MOST_COLUMNS = 64  # (row, query head) pairs of one attention tile
+MOST_DIM = 128  # of a head: three pieces of keys and values must fit a multiprocessor's shared memory
 
 
 @runtime_checkable
@@ -41,12 +42,12 @@ class Ops(Protocol):
 
 
 def supports(dtype: torch.dtype, device: torch.device, heads: Heads) -> bool:
-    """Whether the kernels can be used: bfloat16 on a Hopper GPU or newer, Triton installed, heads of a power of two,
-    and a group of query heads that fits an attention tile.
+    """Whether the kernels can be used: bfloat16 on a Hopper GPU or newer, Triton installed, heads of a power of two up
+    to 128, and a group of query heads that fits an attention tile.
     """
     if device.type != "cuda" or dtype != torch.bfloat16 or importlib.util.find_spec("triton") is None:
         return False
-    if heads.dim < 16 or heads.dim & (heads.dim - 1) or heads.queries > MOST_COLUMNS * heads.keys:
+    if not 16 <= heads.dim <= MOST_DIM or heads.dim & (heads.dim - 1) or heads.queries > MOST_COLUMNS * heads.keys:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 

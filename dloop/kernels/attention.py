@@ -212,7 +212,7 @@ def combine_tree_kernel(
         mixed_g = tl.zeros((D, COLUMNS), tl.float32)
         end = tl.minimum((group + 1) * GROUP, shared)
         for unit in range(group * GROUP // pieces, tl.cdiv(end, pieces)):
-            place = unit.to(tl.int64) * rows * QUERIES + query
+            place = (unit + 0 * row) * rows * QUERIES + query  # int64, like the row
             part = tl.load(top + place, mask=used, other=float("-inf"))
             part_mass = tl.load(mass + place, mask=used, other=0.0)
             values = tl.load(out + place[None, :] * D + d[:, None], mask=used[None, :], other=0.0)

@@ -53,7 +53,7 @@ def linear_kernel(
     n = tl.where(n < N, n, 0).to(tl.int64) + lane // OUT * N
     part = tl.program_id(2)
     first = part * STEPS * DEPTH
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)  # rows times a vocabulary pass 2**31
     k = tl.arange(0, DEPTH)
     weights = w + n[:, None] * K + first + k[None, :]
     states = x + r[:, None] * K + first + k[None, :]

@@ -14,6 +14,7 @@ from dloop.kernels.pdl import launch_options, prefetch, release, wait
 
 WIDTH = 64  # tokens of the vocabulary a step
 PROGRAMS = 264  # that share the vocabulary, at most: two for each of an H200's multiprocessors
+SEQUENCES = 64  # of one launch, at most: their rows of the first factor stay in shared memory
 LOW = tl.constexpr(-1e30)  # below every logit, and finite, so that differences are numbers
 
 
@@ -137,6 +138,9 @@ def launch(
     pdl: bool,
 ) -> Float64[Tensor, "S 3 k"]:
     """Tokens, their log-probabilities and the top ones (the same), packed, of S sequences of `block` rows each."""
+    if len(anchors) > SEQUENCES:
+        parts = zip(logits.split(SEQUENCES * block), anchors.split(SEQUENCES), strict=False)  # spare rows come last
+        return torch.cat([launch(rows, own, w1, w2, block, pdl) for rows, own in parts])
     sequences, (vocab, rank) = len(anchors), w1.shape
     programs = min(PROGRAMS, triton.cdiv(vocab, WIDTH))
     best = torch.empty(block, sequences, programs, device=logits.device)

@@ -1,0 +1,118 @@
+"""Kernels at their limits, run as Python by Triton's interpreter: one sum for every way of cutting attention."""
+
+import pytest
+import torch
+
+from dloop.fast import rows as packing
+from dloop.fast.plain import PlainOps
+from dloop.fast.rows import Layout, RowBatch, Run, bucket_of, pack_rows
+from dloop.fast.target import columns_of
+from dloop.kernels.shapes import GROUP, KEYS, Heads, Store
+from dloop.types import Rows
+
+attention = pytest.importorskip("dloop.kernels.attention", reason="needs Triton")
+linear, markov = pytest.importorskip("dloop.kernels.linear"), pytest.importorskip("dloop.kernels.markov")
+
+HEADS = Heads(queries=2, keys=1, dim=16, eps=1e-6, frequency=torch.ones(8), scaling=1.0)
+CAPACITY = (GROUP + 2) * KEYS
+PARENTS = [-1, 0, 0, 1, 3, 2]  # a tree of six rows; the path 0, 1, 3, 4 is a chain
+SPINE = [0, 1, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def store() -> Store:
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, HEADS.keys, CAPACITY, HEADS.dim)
+    return Store(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+
+
+@pytest.fixture(scope="module")
+def queries() -> torch.Tensor:
+    return torch.randn(16, HEADS.queries * HEADS.dim, generator=torch.Generator().manual_seed(1))
+
+
+def attend(store, queries, runs: list[Run], parents: list[list[int]], tree: bool):
+    """(kernel, plain twin) of these runs' rows, each run with its own part of the queries."""
+    token, slot, position, parent = list[int](), list[int](), list[int](), list[int]()
+    for run, own in zip(runs, parents, strict=True):
+        depth = list[int]()
+        for above in own:
+            depth.append(depth[above] + 1 if above >= 0 else 0)
+        token += [0] * run.count
+        slot += [run.slot] * run.count
+        position += [run.base + d for d in depth]
+        parent += [above + run.first if above >= 0 else -1 for above in own]
+    count = sum(run.count for run in runs)
+    columns = columns_of(HEADS, max(run.count for run in runs))
+    rows = Rows(token=token, slot=slot, position=position, parent=parent)
+
+    def batch_of(size: int) -> RowBatch:
+        layout = Layout(rows=size, tile_rows=columns.rows, tree=tree)
+        return layout.views(torch.from_numpy(pack_rows(rows, runs, layout)), runs)
+
+    batch = batch_of(bucket_of(count))
+    work = attention.Work(programs=7, columns=columns.count, pdl=False)
+    found = attention.launch(queries, store, HEADS, batch.place, batch.tiles, work)
+    assert not found[count:].any(), "rows that nobody fills see nothing"
+    return found[:count], PlainOps().attend(queries[:count], store, HEADS, batch_of(count))
+
+
+@pytest.mark.parametrize("base", [0, KEYS - 2, GROUP * KEYS - 3])
+def test_pieces_and_groups_chains_and_trees_alone_and_packed_give_the_same_bits(monkeypatch, store, queries, base):
+    chain = [-1, 0, 1, 2]
+    alone = [Run(1, 0, 4, base)]
+    expected, plain = attend(store, queries, alone, [chain], tree=False)
+    torch.testing.assert_close(expected, plain, atol=2e-5, rtol=1e-5)
+    tree_store = Store(store.k.clone(), store.v.clone())
+    for part in tree_store:  # node i of a run stands at base + i
+        part[1, :, [base + node for node in SPINE]] = part[1, :, base : base + 4].clone()
+    spread = torch.zeros_like(queries)
+    spread[SPINE] = queries[:4]
+    for fill in (0, 10**6):  # every unit a group; every unit a piece
+        monkeypatch.setattr(packing, "FILL", fill)
+        monkeypatch.setattr(attention, "FILL", fill)
+        assert torch.equal(attend(store, queries, alone, [chain], tree=False)[0], expected)
+        assert torch.equal(attend(store, queries, alone, [chain], tree=True)[0], expected)
+        found, plain = attend(tree_store, spread, [Run(1, 0, 6, base)], [PARENTS], tree=True)
+        torch.testing.assert_close(found, plain, atol=2e-5, rtol=1e-5)
+        assert torch.equal(found[SPINE], expected)
+        packed = [Run(2, 0, 3, 5), Run(1, 3, 4, base), Run(0, 7, 1, KEYS)]
+        shifted = torch.cat([queries[5:8], queries[:4], queries[8:]])
+        shifted = torch.cat([shifted, shifted.new_zeros(16 - len(shifted), shifted.shape[1])])
+        assert torch.equal(attend(store, shifted, packed, [[-1, 0, 1], chain, [-1]], tree=False)[0][3:7], expected)
+
+
+def test_the_comparison_sees_another_order_of_sums(store, queries):
+    """Were pieces joined without their groups, some bits would differ: the test above is not blind."""
+    chain = [Run(1, 0, 4, GROUP * KEYS + KEYS)]
+    expected, _ = attend(store, queries, chain, [[-1, 0, 1, 2]], tree=False)
+    other = pytest.MonkeyPatch()
+    with other.context() as patch:
+        patch.setattr(attention, "GROUP", 1)
+        patch.setattr(packing, "FILL", 10**6)
+        patch.setattr(attention, "FILL", 10**6)
+        found, _ = attend(store, queries, chain, [[-1, 0, 1, 2]], tree=False)
+    assert not torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_many_rows_of_a_large_vocabulary_are_written_where_they_belong():
+    """Rows times outputs pass 2**31; most of the memory is never touched."""
+    rows, out = 2048, 2**20 + 64
+    assert rows * out > 2**31
+    x, w = torch.randn(rows, 16), torch.randn(64, 16)
+    y = torch.empty(rows * out)
+    kernel = linear.linear_kernel[(1, 1, 1)]
+    sizes = dict(N=out, K=16, STEPS=1, ROWS=rows, WIDTH=64, DEPTH=16, GATED=False, EVEN=True, AHEAD=1, PDL=False)
+    kernel(x, w, y, rows, **sizes, num_warps=4, num_stages=1)
+    torch.testing.assert_close(y.view(rows, out)[:, :64], x @ w.T, atol=1e-4, rtol=1e-4)
+
+
+def test_more_sequences_than_a_launch_takes_are_drafted_like_few(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(16, 70, generator=generator)  # five sequences of three rows, and one that fills the bucket
+    w1, w2 = torch.randn(2, 70, 8, generator=generator)
+    anchors = torch.tensor([3, 9, 69, 0, 3])
+    together = markov.launch(logits, anchors, w1, w2, block=3, pdl=False)
+    monkeypatch.setattr(markov, "SEQUENCES", 2)
+    assert torch.equal(markov.launch(logits, anchors, w1, w2, block=3, pdl=False), together)
