@@ -195,7 +195,8 @@ def refuse_trees(settings: Settings, drafter: HostDrafter | None) -> None:
     """Raises UserError for a tree that nobody could draft, and for one that this drafter does not."""
     for name in ("tree_budget", "stage_tree_budget"):
         value = getattr(settings, name)
-        if value != "host" and not (is_whole(value) and 0 <= value <= MOST_NODES):
+        whole = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's are welcome
+        if value != "host" and not (whole and 0 <= value <= MOST_NODES):
             raise UserError(f"{name}={value!r} must be 'host' or a number of nodes from 0 (a chain) to {MOST_NODES}")
     for name in ("topk_k", "tree_width"):
         if getattr(settings, name) < 1:
@@ -229,11 +230,6 @@ def refuse_trees_of(settings: Settings, family: str) -> None:
         raise UserError(
             f"verify='reject' needs chains, and tree_budget is {first} for {family}; use 'match' or tree_budget 0"
         )
-
-
-def is_whole(value: object) -> bool:
-    """Whether a value is a whole number; NumPy's are welcome, True is none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def refuse_depth(settings: Settings, drafter: HostDrafter | None) -> None:

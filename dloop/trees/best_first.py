@@ -20,7 +20,7 @@ def best_first(logp: list[list[float]], tokens: list[list[int]], budget: int) ->
     """
     tree = Tree([], [], [], [])
     # (cost, ranks, parent): cost is minus the path's log-probability, ranks say which candidate at each depth.
-    heap = [(-logp[0][0], (0,), -1)] if logp else []
+    heap: list[tuple[float, tuple[int, ...], int]] = [(-logp[0][0], (0,), -1)] if logp else []
     while heap and len(tree.tokens) < budget:
         cost, ranks, parent = heap[0]
         depth, rank = len(ranks) - 1, ranks[-1]
