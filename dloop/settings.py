@@ -195,8 +195,11 @@ def refuse_trees(settings: Settings, drafter: HostDrafter | None) -> None:
     """Raises UserError for a tree that nobody could draft, and for one that this drafter does not."""
     for name in ("tree_budget", "stage_tree_budget"):
         value = getattr(settings, name)
-        whole = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's are welcome
-        if value != "host" and not (whole and 0 <= value <= MOST_NODES):
+        try:
+            count = -1 if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            count = -1
+        if value != "host" and not 0 <= count <= MOST_NODES:
             raise UserError(f"{name}={value!r} must be 'host' or a number of nodes from 0 (a chain) to {MOST_NODES}")
     for name in ("topk_k", "tree_width"):
         if getattr(settings, name) < 1:
