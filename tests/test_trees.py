@@ -396,6 +396,27 @@ def test_trees_of_many_sequences_travel_together(taught):
         assert timeless(completion.rounds) == timeless(alone.rounds)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("words", [{"stage_len": 1}, {"head": "gated"}, {"head": "rnn"}, {"head": None}], ids=str)
+def test_stages_of_one_token_and_every_markov_head(target, family, words):
+    if "head" in words and family != "dspark":
+        pytest.skip("only DSpark has a choice of heads")
+    drafter = tiny_drafter(target, family=family, **words)
+    text = dloop.generate_autoregressive(target, PROMPT, 10).tokens
+    for gate in (NEVER_OPENS, ALWAYS_OPEN):
+        shape = {"tree_budget": 9, "stage_tree_budget": 5, "max_stages": 3}
+        assert dloop.generate(target, drafter, PROMPT, 10, loop_gate=gate, **shape).tokens == text
+
+
+def test_the_context_can_be_filled_to_its_last_position(taught):
+    """A tree has more rows than the context has positions left."""
+    for room in (1, 2, 5, 9):
+        prompt = [(7 * i) % 60 for i in range(taught.target.context - room)]
+        out = dloop.generate(taught.target, taught.drafter, prompt, room, loop_gate=ALWAYS_OPEN, tree_budget=30)
+        assert out.tokens == dloop.generate_autoregressive(taught.target, prompt, room).tokens
+        assert all(max(r.draft.positions) < taught.target.context for r in out.rounds)
+
+
 # Planted mistakes
 
 
