@@ -14,13 +14,13 @@ from dloop.settings import (
     Budget,
     Settings,
     Verify,
-    at_depth,
     check_prompt,
     check_types,
     judge_of,
     limits_of,
     refuse_unsupported,
     sampling_of,
+    shaped,
 )
 from dloop.targets.hf import HFTarget
 from dloop.types import FinishReason, First, Round
@@ -189,7 +189,7 @@ def start(
     `judge` replaces the one the settings ask for.
     """
     check_request(target, drafter, settings)
-    drafter = at_depth(drafter, settings)
+    drafter = shaped(drafter, settings)
     prompt = check_prompt(prompt_ids, target, settings.max_new_tokens)
     sampling = sampling_of(settings)
     limits = limits_of(settings, target, drafter)

@@ -14,7 +14,7 @@ from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.loop import Session, Task, decode, run_queue
 from dloop.sampling import sample_seed
-from dloop.settings import Settings, at_depth, check_prompt, judge_of, limits_of, sampling_of
+from dloop.settings import Settings, check_prompt, judge_of, limits_of, sampling_of, shaped
 from dloop.targets.hf import HFTarget
 from dloop.types import FinishReason, First, Round, Sampling
 
@@ -59,7 +59,7 @@ def generate_numbered(
     if live < 1:
         raise UserError(f"live={live} must be at least 1")
     check_request(target, drafter, settings)
-    drafter = at_depth(drafter, settings)
+    drafter = shaped(drafter, settings)
     sampling = sampling_of(settings)
     if drafter is None and target.engine == "fast" and target.is_exact:
         yield from on_device(target, numbered, settings, sampling, live)

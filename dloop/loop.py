@@ -115,7 +115,7 @@ class Limits:
 
     def end(self, draft: Draft, produced: int, stage_len: int) -> StageEnd | None:
         """Why no further stage may follow whatever the gate says; None if one may."""
-        if not self.stop_ids.isdisjoint(draft.drafted):
+        if self.stop_ids and not self.stop_ids.isdisjoint(draft.tokens[node] for node in draft.spine[1:]):
             return "stop_token"
         if draft.depth >= self.max_new_tokens - produced:
             return "length"
@@ -174,6 +174,8 @@ def grow(
         assert isinstance(stage, Stage)
         draft = draft.graft(stage)
         reason = limits.end(draft, produced, stage_len) or "open" if gate.opens(draft) else "gate"
+        if reason != "open":  # the stage stays what it is without the loop
+            draft = draft.shed(stage.reserve)
         records.append(
             StageRecord(start=start, stop=len(draft.tokens), score=stage.score, gate=threshold, reason=reason)
         )

@@ -1,11 +1,11 @@
 """What decides a decode besides the models and the prompt: its fields, their checks, and what they are turned into."""
 
-import logging
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -17,13 +17,32 @@ from dloop.judge import Match, Reject
 from dloop.loop import Limits
 from dloop.sampling import Sampling, fresh_seed
 from dloop.targets.hf import HFTarget
+from dloop.trees.shape import TreeShape
+from dloop.types import GREEDY_BELOW
 
 MOST_DEPTH = 1024  # tokens of a stage
 
-log = logging.getLogger("dloop")
-
 Verify = Literal["auto", "match", "reject"]
 Budget = int | Literal["host"]
+
+
+class TreeRule(NamedTuple):
+    """What a family's published trees are like."""
+
+    first: int  # published --tree-budget
+    further: int  # published --stage-tree-budget; 0: a chain
+    options: tuple[str, ...]  # flags that shape its trees
+    root: int = 0  # nodes of --tree-budget that are no drafts: EAGLE counts the root
+
+
+DARTREE = TreeRule(0, 0, ("tree_width", "tree_beta"))
+TREES = {
+    "dflash": TreeRule(0, 64, ("topk_k",)),
+    "dspark": DARTREE,
+    "domino": DARTREE,
+    "eagle3": TreeRule(60, 48, ("topk_k",), root=1),
+}
+MOST_NODES = 4096  # of one stage's tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +72,8 @@ class Settings:
 def check_types(settings: Settings) -> None:
     """Numbers must be numbers: a text or a fraction would go wrong far from here. NumPy's numbers are welcome."""
     for kind, names, what in (
-        (Integral, ("max_new_tokens", "max_stages", "top_k"), "a whole number"),
-        (Real, ("loop_gate", "temperature", "top_p"), "a number"),
+        (Integral, ("max_new_tokens", "max_stages", "top_k", "topk_k", "tree_width"), "a whole number"),
+        (Real, ("loop_gate", "temperature", "top_p", "tree_beta"), "a number"),
         (Integral | None, ("seed", "draft_depth", "mtp_k"), "a whole number or None"),
     ):
         for name in names:
@@ -65,11 +84,33 @@ def check_types(settings: Settings) -> None:
         raise UserError(f"exact={settings.exact!r} must be True, False or 'auto'")
 
 
-def at_depth(drafter: HostDrafter | None, settings: Settings) -> HostDrafter | None:
-    """The drafter with stages as long as the settings ask for."""
+def shaped(drafter: HostDrafter | None, settings: Settings) -> HostDrafter | None:
+    """The drafter with stages as long, and trees as large, as the settings ask for."""
+    if drafter is None:
+        return None
+    drafter = drafter.with_trees(trees_of(settings, drafter))
     if settings.draft_depth is None or not isinstance(drafter, ChainDrafter):
         return drafter
     return drafter.at_depth(operator.index(settings.draft_depth))
+
+
+def trees_of(settings: Settings, drafter: HostDrafter) -> TreeShape | None:
+    """The trees that the settings ask for; None: every stage is a chain."""
+    rule = TREES.get(drafter.family)
+    if rule is None or not (first := budget_of(settings.tree_budget, rule.first)):
+        return None
+    return TreeShape(
+        budget=first - rule.root,
+        stage_budget=budget_of(settings.stage_tree_budget, rule.further),
+        topk=operator.index(settings.topk_k),
+        width=operator.index(settings.tree_width),
+        beta=float(settings.tree_beta),
+    )
+
+
+def budget_of(given: Budget, host: int) -> int:
+    """Nodes; "host" is the published default."""
+    return host if isinstance(given, str) else operator.index(given)
 
 
 def sampling_of(settings: Settings) -> Sampling:
@@ -80,9 +121,9 @@ def sampling_of(settings: Settings) -> Sampling:
 
 def judge_of(settings: Settings, sampling: Sampling, drafter: HostDrafter | None = None) -> Match | Reject:
     """Greedy decoding has one rule. With a temperature, "auto" is rejection sampling where tokens are drafted left to
-    right; DFlash's rows do not see one another's tokens, and drawing them would cost acceptance: "match".
+    right; DFlash's rows do not see one another's tokens, and drawing them would cost acceptance: "match". So are trees.
     """
-    together = drafter is not None and drafter.family == "dflash"
+    together = drafter is not None and (drafter.family == "dflash" or trees_of(settings, drafter) is not None)
     matches = settings.verify == "match" or (settings.verify == "auto" and together)
     return Match(sampling) if sampling.is_greedy or matches else Reject(sampling)
 
@@ -137,14 +178,10 @@ def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_t
 def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafter | None) -> None:
     """Options that nothing here can honour are refused by name, never ignored."""
     family = drafter.family if drafter else "plain decoding"
-    for name in ("tree_budget", "stage_tree_budget"):
-        value: Budget = getattr(settings, name)
-        if value not in ("host", 0):
-            raise UserError(f"{name}={value!r}: trees are not offered for {family}; use 0 or 'host' (a chain)")
+    refuse_trees(settings, drafter)
     refuse_depth(settings, drafter)
-    for name in ("mtp_k", "topk_k", "tree_width", "tree_beta"):
-        if getattr(settings, name) != getattr(Settings, name):  # the default: not given
-            raise UserError(f"{name}={getattr(settings, name)} does not apply to {family}; leave it out")
+    if settings.mtp_k is not None:
+        raise UserError(f"mtp_k={settings.mtp_k} does not apply to {family}; leave it out")
     if settings.verify not in get_args(Verify):
         raise UserError(f"verify={settings.verify!r} is not known; choose one of {', '.join(get_args(Verify))}")
     if settings.exact is True and not target.is_exact:
@@ -154,15 +191,57 @@ def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafte
         )
 
 
+def refuse_trees(settings: Settings, drafter: HostDrafter | None) -> None:
+    """Raises UserError for a tree that nobody could draft, and for one that this drafter does not."""
+    for name in ("tree_budget", "stage_tree_budget"):
+        value = getattr(settings, name)
+        try:
+            count = -1 if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            count = -1
+        if value != "host" and not 0 <= count <= MOST_NODES:
+            raise UserError(f"{name}={value!r} must be 'host' or a number of nodes from 0 (a chain) to {MOST_NODES}")
+    for name in ("topk_k", "tree_width"):
+        if getattr(settings, name) < 1:
+            raise UserError(f"{name}={getattr(settings, name)} must be at least 1")
+    if not (settings.tree_beta <= 0 and math.isfinite(settings.tree_beta)):
+        raise UserError(f"tree_beta={settings.tree_beta} must be at most 0: a deeper node may not outrank its parent")
+    if drafter is not None:
+        refuse_trees_of(settings, drafter.family)
+
+
+def refuse_trees_of(settings: Settings, family: str) -> None:
+    """Raises UserError for tree settings that do not fit the family, or one another."""
+    rule = TREES.get(family, TreeRule(0, 0, ()))
+    first = budget_of(settings.tree_budget, rule.first)
+    if first and family not in TREES:
+        raise UserError(f"tree_budget={first}: trees are not offered for {family}; use 0 or 'host' (a chain)")
+    if 0 < first <= rule.root:
+        raise UserError(
+            f"tree_budget={first} counts the root for {family}; use 0 (a chain) or {rule.root + 1} and more"
+        )
+    if not first and budget_of(settings.stage_tree_budget, 0):
+        raise UserError(
+            f"stage_tree_budget={settings.stage_tree_budget}: further stages are trees only where the first one is, "
+            f"and tree_budget is 0 for {family}; set tree_budget too"
+        )
+    for name in ("topk_k", "tree_width", "tree_beta"):
+        if getattr(settings, name) != getattr(Settings, name) and not (first and name in rule.options):
+            where = f"{family} with tree_budget 0" if name in rule.options else family
+            raise UserError(f"{name}={getattr(settings, name)} does not apply to {where}; leave it out")
+    if first and settings.verify == "reject" and settings.temperature >= GREEDY_BELOW:
+        raise UserError(
+            f"verify='reject' needs chains, and tree_budget is {first} for {family}; use 'match' or tree_budget 0"
+        )
+
+
 def refuse_depth(settings: Settings, drafter: HostDrafter | None) -> None:
-    """Raises UserError for a depth that the drafter has not; says once that EAGLE-3's tree is left out."""
+    """Raises UserError for a depth that the drafter has not."""
     depth = settings.draft_depth
-    if not isinstance(drafter, ChainDrafter):
-        if depth is not None:
-            family = drafter.family if drafter else "plain decoding"
-            raise UserError(f"draft_depth={depth} does not apply to {family}; leave it out")
+    if depth is None:
         return
-    if depth is not None and not 1 <= depth <= MOST_DEPTH:
+    if not isinstance(drafter, ChainDrafter):
+        family = drafter.family if drafter else "plain decoding"
+        raise UserError(f"draft_depth={depth} does not apply to {family}; leave it out")
+    if not 1 <= depth <= MOST_DEPTH:
         raise UserError(f"draft_depth={depth} must be at least 1 and at most {MOST_DEPTH}")
-    if drafter.family == "eagle3" and settings.tree_budget == "host":
-        log.warning("EAGLE-3's published tree is not offered yet: a stage is a chain, as with --tree-budget 0")

@@ -38,6 +38,7 @@ class Piece:
 def pieces(round: Round, before: Sequence[int], show: Show) -> list[Piece]:
     """All tokens of a round: the accepted path, then what was rejected, then the target's own token.
 
+    Of a tree what was rejected is the rest of the spine: the other branches are only counted, under "kept".
     `before` is the text up to the anchor, included; `show` turns ids into text.
     """
     draft, room = round.draft, len(round.emitted)
@@ -49,7 +50,7 @@ def pieces(round: Round, before: Sequence[int], show: Show) -> list[Piece]:
         return Piece(token=draft.tokens[node], text=added(above, draft.tokens[node], show), stage=stage, fate=fate)
 
     kept = [piece(node, "accepted" if place < room else "cut") for place, node in enumerate(round.path)]
-    lost = [piece(node, "rejected") for node in range(1, len(draft.tokens)) if node not in round.path]
+    lost = [piece(node, "rejected") for node in draft.spine[1:] if node not in round.path]
     if round.bonus is None:
         return kept + lost
     text = added(lead + [draft.tokens[node] for node in round.path], round.bonus, show)

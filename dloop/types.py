@@ -109,7 +109,10 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What one drafting stage produced: n tokens, of which the spine is the best-scored path. Filled by the drafter."""
+    """What one drafting stage produced: n nodes, of which the spine is the path that a further stage extends.
+
+    The last `reserve` nodes serve the spine alone: the loop keeps them only when the gate opens. Filled by the drafter.
+    """
 
     tokens: list[int]
     parents: list[int]  # index within the stage; -1: hangs on the anchor
@@ -117,6 +120,7 @@ class Stage:
     spine: list[int]  # indices into tokens, anchor outwards
     score: float  # sum of the top-1 log-probability of the spine's rows (float32)
     probs: Float[Tensor, "n V"] | None = None  # the law each token was drawn from; only when the drafter samples
+    reserve: int = 0  # a chain, and a tree that holds its spine, need none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +176,32 @@ class Draft:
             stops=[*self.stops, base + len(stage.tokens)],
             probs=self.probs if stage.probs is None else [*self.probs, stage.probs],
         )
+
+    def shed(self, reserve: int) -> "Draft":
+        """Without its last nodes, which end the spine; the tip becomes the last node above them."""
+        if not reserve:
+            return self
+        count = len(self.tokens) - reserve
+        tip = next(node for node in reversed(self.spine) if node < count)
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            parents=self.parents[:count],
+            positions=self.positions[:count],
+            logp=self.logp[:count],
+            tip=tip,
+            depth=self.positions[tip] - self.positions[0],
+            stops=[*self.stops[:-1], count],
+        )
+
+    @property
+    def spine(self) -> list[int]:
+        """The nodes from the anchor to the tip, both included."""
+        path, node = list[int](), self.tip
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
 
     @property
     def num_stages(self) -> int:
@@ -240,8 +270,15 @@ class Round:
 
     @property
     def full_stages(self) -> int:
-        """How many leading stages were accepted whole (chains)."""
-        return sum(1 for record in self.stage_records if self.accepted >= record.stop - 1)
+        """How many leading stages were accepted down to their last depth."""
+        reached, positions = set(self.path), self.draft.positions
+        count = 0
+        for record in self.stage_records:
+            deepest = max(positions[record.start : record.stop])
+            if not any(node in reached and positions[node] == deepest for node in range(record.start, record.stop)):
+                break
+            count += 1
+        return count
 
 
 @dataclass(frozen=True, kw_only=True)

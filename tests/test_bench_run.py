@@ -463,7 +463,7 @@ def test_the_offline_target_has_a_drafter_of_its_own(capsys):
         (("--max-stages", "0"), "max_stages=0 must be at least 1"),
         (("--max-new-tokens", "0"), "max_new_tokens=0 must be at least 1"),
         (("--loop-gate", "nan"), "loop_gate=nan is not a threshold"),
-        (("--tree-budget", "64"), "trees are not offered"),
+        (("--tree-budget", "5000"), "tree_budget=5000 must be 'host' or"),
     ],
 )
 def test_a_users_error_comes_before_the_first_sample(tiny, tmp_path, capsys, more, message):

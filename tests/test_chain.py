@@ -272,31 +272,47 @@ def test_the_doctor_says_that_it_examines_block_drafters(target, folder):
 # What is drafted
 
 
-def test_a_stage_is_as_long_as_asked(target, caplog):
+def test_a_stage_is_as_long_as_asked(target):
     drafter = replace(tiny_drafter(target, family="eagle3"), depth=None)
     for depth, length in ((None, 7), (2, 2), (5, 5)):
-        out = dloop.generate(target, drafter, PROMPT, 12, draft_depth=depth)
+        out = dloop.generate(target, drafter, PROMPT, 12, draft_depth=depth, tree_budget=0)
         assert {len(r.drafted) for r in out.rounds} == {length}
-    assert "tree is not offered yet" in caplog.text
-    caplog.clear()
     texts = list(
         generate_many(target, drafter, [PROMPT, PROMPT[:3]], Settings(max_new_tokens=8, draft_depth=2, tree_budget=0))
     )
-    assert all(len(r.drafted) == 2 for text in texts for r in text.rounds) and not caplog.records
+    assert all(len(r.drafted) == 2 for text in texts for r in text.rounds)
     for depth in (0, -1, 5000):
         with pytest.raises(UserError, match=f"draft_depth={depth} must be at least 1"):
             dloop.generate(target, drafter, PROMPT, 4, draft_depth=depth)
     for other in (tiny_drafter(target), None):
         with pytest.raises(UserError, match="draft_depth=3 does not apply"):
             dloop.generate(target, other, PROMPT, 4, draft_depth=3)
-    with pytest.raises(UserError, match="tree_budget=60: trees are not offered for eagle3"):
-        dloop.generate(target, drafter, PROMPT, 4, tree_budget=60)
+
+
+def test_the_published_tree_is_the_default(target):
+    """59 nodes beside the root, of eight levels; a further stage adds 48."""
+    drafter = replace(tiny_drafter(target, family="eagle3"), depth=None)
+    alone = dloop.generate(target, drafter, PROMPT, 4).rounds[0]
+    assert len(alone.draft.tokens) == 60 and not alone.draft.is_chain
+    looped = dloop.generate(target, drafter, PROMPT, 24, loop_gate=ALWAYS_OPEN, max_stages=2).rounds[0]
+    first, second = looped.stage_records
+    assert looped.draft.positions[second.start] - looped.context_len == 9, "hung below a path of eight"
+    assert first.stop - first.start >= 59 and second.stop - second.start == 48
+    for words, message in [
+        ({"tree_budget": 1}, "tree_budget=1 counts the root for eagle3"),
+        ({"tree_width": 3}, "tree_width=3 does not apply to eagle3"),
+        ({"temperature": 1.0, "verify": "reject"}, "verify='reject' needs chains, and tree_budget is 60"),
+        ({"tree_budget": 0, "topk_k": 4}, "topk_k=4 does not apply to eagle3 with tree_budget 0"),
+        ({"tree_budget": 0, "stage_tree_budget": 8}, "stage_tree_budget=8: further stages are trees only where"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            dloop.generate(target, drafter, PROMPT, 4, **words)
 
 
 def test_positions_beyond_the_config_s_are_drafted_at(target):
     drafter = tiny_drafter(target, family="eagle3")
     drafter.model.config = replace(drafter.config, max_positions=8)
-    out = dloop.generate(target, drafter, PROMPT, 24)
+    out = dloop.generate(target, drafter, PROMPT, 24, tree_budget=0)
     assert all(r.drafted for r in out.rounds) and out.rounds[-1].context_len > 8
     assert out.tokens == dloop.generate_autoregressive(target, PROMPT, 24).tokens
 
@@ -445,7 +461,7 @@ def test_a_target_of_any_engine_takes_the_drafter(folder, tmp_path, engine):
     plain = [dloop.generate_autoregressive(target, prompt, 20).tokens for prompt in prompts]
     many = {
         text.index: text.tokens
-        for text in generate_many(target, drafter, prompts, Settings(max_new_tokens=20, loop_gate=-9.0))
+        for text in generate_many(target, drafter, prompts, Settings(max_new_tokens=20, loop_gate=-9.0, tree_budget=0))
     }
     assert [many[index] for index in range(3)] == plain
 

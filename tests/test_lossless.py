@@ -256,7 +256,8 @@ def test_the_taught_drafters_loop_and_are_refused_at_times(taught):
 def test_auto_is_match_where_rows_are_drawn_apart_and_reject_elsewhere(taught):
     drawn, drafter = Sampling(temperature=1.0), taught.drafter
     rule = Match if drafter.family == "dflash" else Reject
-    assert isinstance(judge_of(Settings(temperature=1.0), drawn, drafter), rule)
+    assert isinstance(judge_of(Settings(temperature=1.0, tree_budget=0), drawn, drafter), rule)
+    assert isinstance(judge_of(Settings(temperature=1.0, tree_budget=8), drawn, drafter), Match)
     assert isinstance(judge_of(Settings(temperature=1.0, verify="reject"), drawn, drafter), Reject)
     assert isinstance(judge_of(Settings(temperature=1.0, verify="match"), drawn, drafter), Match)
     assert isinstance(judge_of(Settings(verify="reject"), GREEDY, drafter), Match)
@@ -290,7 +291,7 @@ def text_counts(
     counts = dict.fromkeys(itertools.product(range(4), repeat=3), 0)
     for seed in range(RUNS):
         gate, most = (NEVER_OPENS, -1.2, ALWAYS_OPEN)[seed % 3], (2, 3)[seed % 2]
-        rules = {"loop_gate": gate, "max_stages": most, "temperature": FLAT, "verify": "reject"}
+        rules = {"loop_gate": gate, "max_stages": most, "temperature": FLAT, "verify": "reject", "tree_budget": 0}
         counts[tuple(dloop.generate(target, drafter, [1, 2], 3, seed=seed, **rules).tokens)] += 1
     logits = target.model(torch.tensor([[1, 2, *text] for text in counts])).logits
     laws = [law(rows[1:4], Sampling(temperature=FLAT)) for rows in logits]

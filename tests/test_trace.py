@@ -70,8 +70,9 @@ def test_pieces_are_all_tokens_of_the_round_in_reading_order(script, stop_ids):
         kept = [piece.token for piece in shown if piece.fate == "accepted"]
         drafted = [piece.token for piece in shown if piece.stage > 0]
         assert kept == round.emitted
-        assert sorted(drafted) == sorted(round.drafted)
-        lost = [node for node in range(1, len(round.draft.tokens)) if node not in round.path]
+        lost = [node for node in round.draft.spine[1:] if node not in round.path]
+        assert sorted(drafted) == sorted(round.draft.tokens[node] for node in (*round.path, *lost))
+        assert len(drafted) == len(round.drafted) or not round.draft.is_chain, "of a tree's branches the spine is shown"
         assert [p.token for p in shown if p.fate == "rejected"] == [round.draft.tokens[node] for node in lost]
         assert sum(piece.stage == 0 for piece in shown) == (round.bonus is not None)
         before += round.emitted
@@ -84,7 +85,7 @@ def test_the_trace_without_colour_holds_every_token_with_its_mark(script):
     assert ESCAPE not in text
     body = text.split("\n\n")[0]
     marks = re.findall(r"w([0-9a-f])([₁₂₃•])", body)
-    total = 1 + sum(len(r.drafted) + (r.bonus is not None) for r in done.rounds)
+    total = 1 + sum(len({*r.path, *r.draft.spine[1:]}) + (r.bonus is not None) for r in done.rounds)
     assert len(marks) == total
     outside = re.sub(r"\[[^\]]*\]|\{[^}]*\}", "", body)
     assert [int(word, 16) for word in re.findall(r"w([0-9a-f])", outside)] == done.tokens

@@ -16,7 +16,7 @@ from dloop.drafters.host import HostDrafter
 from dloop.gate import ALWAYS_OPEN
 from dloop.records import SCHEMA, Answer, prompt_sha256, round_record
 from dloop.sampling import sample_seed
-from dloop.settings import Settings, at_depth
+from dloop.settings import Settings, shaped
 from dloop.targets.hf import HFTarget
 
 WARM_UP_PASSES = 2  # the shapes come in turns, so that the second pass meets what the others left behind
@@ -145,7 +145,7 @@ def response_of(blank: HeaderJson, timed: Timed) -> Response:
 def warm_up(decoder: Decoder, sample: Sample) -> None:
     """Decode a few tokens, then one round of every number of stages, in turns. Raises UserError for bad settings."""
     target, settings = decoder.target, decoder.settings
-    drafter = at_depth(decoder.drafter, settings)
+    drafter = shaped(decoder.drafter, settings)
     length = min(WARM_UP_PROMPT, target.context // 2)
     prompt = decoder.encode([{"role": "user", "content": sample.turns[0]}])[:length]
     few = replace(settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))

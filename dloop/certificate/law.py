@@ -133,6 +133,7 @@ def spots(pair: Pair, plan: Plan, prompt: list[int], gate: float, seed: int) -> 
         temperature=plan.temperature,
         seed=seed,
         verify="reject",
+        tree_budget=0,  # the control and the law are told of chains alone
     )
     text = decode_text(pair, pair.drafter, prompt, settings)
     p = law(full_rows(pair.target, prompt, text.tokens), sampling_of(settings))

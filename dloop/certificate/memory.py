@@ -54,7 +54,7 @@ def check_memory(pair: Pair, plan: Plan, name: str, noise: float) -> MemoryFindi
 
 def probes(pair: Pair, plan: Plan, prompt: list[int], gate: float) -> Iterator[Probe]:
     """Decode, and after the first rounds that rejected something ask both memories and fresh ones the same."""
-    settings = Settings(max_new_tokens=plan.max_new_tokens, max_stages=plan.max_stages)
+    settings = Settings(max_new_tokens=plan.max_new_tokens, max_stages=plan.max_stages, tree_budget=0)
     session = open_session(pair)
     task = decode(
         session,

@@ -21,6 +21,7 @@ def check_texts(pair: Pair, plan: Plan, name: str, part: Part) -> TextFinding:
         temperature=plan.temperature if sampled else 0.0,
         seed=plan.seed,
         verify="match" if sampled else "auto",
+        tree_budget=0,  # the control and the law are told of chains alone
     )
     place = Place(part=part, dtype=pair.dtype, prompt=name)
     ground, faults = lay_ground(pair, plan.prompts[name], settings, place)

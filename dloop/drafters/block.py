@@ -20,6 +20,7 @@ from dloop.drafters.memory import KeyValues, SlotMemory
 from dloop.drafters.proposal import Proposal, read_out
 from dloop.loop import Drafter
 from dloop.sampling import GREEDY, Draw
+from dloop.trees.shape import TreeShape
 from dloop.types import Features, Stage, StageRequest, Vocabulary
 
 
@@ -87,6 +88,17 @@ class BlockModel(HostModel):
         """Turn one stage's final states into its tokens, left to right, without a device-to-host copy."""
 
     @abstractmethod
+    def tree(
+        self,
+        hidden: Float[Tensor, "B D"],
+        anchor: Int[Tensor, ""],
+        vocabulary: Vocabulary,
+        shape: TreeShape,
+        nodes: int,
+    ) -> Stage:
+        """The family's tree of at most so many nodes from one stage's final states, in one device-to-host copy."""
+
+    @abstractmethod
     def teacher_forced(
         self, hidden: Float[Tensor, "... B D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary
     ) -> tuple[Float[Tensor, "... k V"], Tensor | None]:
@@ -108,6 +120,17 @@ class BlockDrafter(HostDrafter):
 
     def open(self) -> Drafter:
         return BlockMemory(self)
+
+    def read_stage(
+        self, hidden: Float[Tensor, "B D"], anchor: Int[Tensor, ""], request: StageRequest, position: int
+    ) -> Stage:
+        """One stage's tokens from its final states; the anchor stands at `position`."""
+        nodes = self.nodes(request.index)
+        if not nodes:
+            draw = Draw(request.sampling, position + 1)
+            return read_out(self.model.propose(hidden, anchor, self.vocabulary, draw))
+        assert self.trees is not None and request.sampling is None
+        return self.model.tree(hidden, anchor, self.vocabulary, self.trees, nodes)
 
 
 @dataclass
@@ -164,8 +187,7 @@ class BlockMemory:
         positions = torch.arange(start, start + config.block_size, device=weight.device)[None]
         hidden = model.stage(F.embedding(ids, weight)[None], positions, state.memory.layers())[0]
         state.hidden.append(hidden)
-        draw = Draw(request.sampling, start + 1)
-        return read_out(model.propose(hidden, ids[0], self.drafter.vocabulary, draw))
+        return self.drafter.read_stage(hidden, ids[0], request, start)
 
     def _fill_gap(self, state: SlotState, index: int) -> None:
         """Append the earlier stages' own final states as context of the positions nobody has verified yet."""

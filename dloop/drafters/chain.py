@@ -3,12 +3,13 @@
 Source of the rows and of what is kept: SafeAILab/EAGLE (EAGLE-3); the loop stage simply goes on.
 """
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,6 +19,9 @@ from dloop.drafters.memory import KeyValues, SlotMemory
 from dloop.drafters.proposal import Proposal, measure, read_out, stacked
 from dloop.loop import Drafter
 from dloop.sampling import Draw, Drawn
+from dloop.trees.beam import Children, Frontier, beam, best_children, packed
+from dloop.trees.dynamic import candidates, deepest_path, frontier_places, rerank
+from dloop.trees.tree import with_spine
 from dloop.types import Features, Stage, StageRequest
 
 # From rotated queries and the rows' own keys and values to what each head mixed: the caller knows what a row sees.
@@ -74,7 +78,8 @@ class ChainDrafter(HostDrafter):
 
     @property
     def stage_len(self) -> int:
-        return self.config.stage_len if self.depth is None else self.depth
+        published = self.config.stage_len if self.trees is None else self.config.tree_len
+        return published if self.depth is None else self.depth
 
     @property
     def max_positions(self) -> None:
@@ -137,21 +142,65 @@ class ChainMemory:
 
     @torch.no_grad()
     def _stage(self, request: StageRequest) -> Stage:
-        state, model = self.slots[request.slot], self.drafter.model
+        state, nodes = self.slots[request.slot], self.drafter.nodes(request.index)
         anchor = state.verified + request.index * self.stage_len  # its position
         token = torch.tensor([request.anchor], device=state.taps.device)
-        draw = Draw(request.sampling, anchor + 1)
-        logits, drawn, kept = list[Tensor](), list[Drawn](), model.kept
+        if request.index == 0:
+            state.hidden = self._read(state, token)
+        else:
+            assert state.hidden is not None
+            state.hidden = self._rows(state, state.hidden, token, anchor - 1)
+        if not nodes:
+            return self._chain(state, anchor, Draw(request.sampling, anchor + 1))
+        assert request.sampling is None
+        return self._tree(state, token[0], anchor, nodes)
+
+    def _chain(self, state: SlotState, anchor: int, draw: Draw) -> Stage:
+        """The stage after the row that read the anchor: one more row a token."""
+        assert state.hidden is not None
+        model, logits, drawn = self.drafter.model, list[Tensor](), list[Drawn]()
+        kept = model.kept
         for row in range(self.stage_len):
-            if request.index == 0 and row == 0:
-                state.hidden = self._read(state, token)
-            else:
-                assert state.hidden is not None
+            if row:
+                token = kept[drawn[-1].token][None]
                 state.hidden = self._rows(state, state.hidden, token, anchor + row - 1)
             logits.append(model.logits(state.hidden[0, 0]))
             drawn.append(draw(logits[-1], row))
-            token = kept[drawn[-1].token][None]
         return read_out(model.propose(torch.stack(logits), stacked(drawn)))
+
+    def _tree(self, state: SlotState, token: Int[Tensor, ""], anchor: int, nodes: int) -> Stage:
+        """EAGLE-3's dynamic tree; its spine is the best path of full depth, whose rows alone stay in the tail."""
+        assert state.hidden is not None and self.drafter.trees is not None
+        model, topk, base = self.drafter.model, self.drafter.trees.topk, state.memory.length
+        made, seen, kept = [state.hidden[0]], token.new_zeros(1, 0, dtype=torch.bool), model.kept
+
+        def expand(depth: int, frontier: Frontier) -> Children:
+            nonlocal seen
+            if depth:
+                count = len(frontier.tokens)
+                own = torch.eye(count, dtype=torch.bool, device=token.device)
+                seen = torch.cat([seen[frontier.parents], own], 1)
+                mask = F.pad(seen, (base, 0), value=True)
+                states, position = made[-1][frontier.parents][None], anchor + depth - 1
+                at = torch.full((1, count), position, device=token.device)
+                made.append(self._attend(state, states, frontier.tokens, at, mask)[0])
+            return best_children(model.logits(made[-1]).float().log_softmax(-1), kept, topk)
+
+        levels = beam(token, self.stage_len, topk, expand)
+        parts = packed(levels).tolist()  # sync
+        pool = candidates(levels, parts)
+        path = deepest_path(pool, levels)
+        state.hidden = self._keep_path(state, base, made, frontier_places(levels, parts, path))
+        logp = [pool.logp[node] for node in path]
+        return with_spine(rerank(pool, nodes), [pool.tokens[node] for node in path], logp, sum(logp))
+
+    def _keep_path(
+        self, state: SlotState, base: int, made: list[Float[Tensor, "_ D"]], places: list[int]
+    ) -> Float[Tensor, "1 1 D"]:
+        """Drop the beam's rows but those of the path, one a level; give the state of the last."""
+        starts = itertools.accumulate((len(rows) for rows in made[1:]), initial=base)
+        state.memory.keep(base, [start + place for start, place in zip(starts, places, strict=False)])
+        return made[-1][(places or [0])[-1]][None, None]
 
     def _read(self, state: SlotState, anchor: Int[Tensor, " 1"]) -> Float[Tensor, "1 1 D"]:
         """Make the rows of all waiting positions; the last, which reads the anchor, stays in the tail."""
@@ -167,15 +216,29 @@ class ChainMemory:
         self, state: SlotState, states: Float[Tensor, "1 n D"], tokens: Int[Tensor, " n"], position: int
     ) -> Float[Tensor, "1 n D"]:
         """Rows from this position on; each sees what is in memory, the rows before it and itself."""
-        memory, before, count = state.memory, state.memory.length, len(tokens)
+        before, count = state.memory.length, len(tokens)
+        positions = torch.arange(position, position + count, device=tokens.device)[None]
+        mask = None
+        if before and count > 1:
+            mask = torch.ones(count, before + count, dtype=torch.bool, device=tokens.device).tril(before)
+        return self._attend(state, states, tokens, positions, mask)
 
-        def causal(queries: Float[Tensor, "1 H n d"], own: KeyValues) -> Float[Tensor, "1 H n d"]:
+    def _attend(
+        self,
+        state: SlotState,
+        states: Float[Tensor, "1 n D"],
+        tokens: Int[Tensor, " n"],
+        positions: Int[Tensor, "1 n"],
+        mask: Bool[Tensor, "n S"] | None,
+    ) -> Float[Tensor, "1 n D"]:
+        """Append rows; `mask` (True = visible) covers memory and rows. None: one row, or the first ones, causal."""
+        memory, before = state.memory, state.memory.length
+
+        def seeing(queries: Float[Tensor, "1 H n d"], own: KeyValues) -> Float[Tensor, "1 H n d"]:
             memory.append([own])
             if not before:
                 return F.scaled_dot_product_attention(queries, *own, is_causal=True, enable_gqa=True)
-            mask = torch.ones(count, before + count, dtype=torch.bool, device=tokens.device).tril(before)
-            return attend(queries, memory.layers()[0], None if count == 1 else mask[None, None])
+            return attend(queries, memory.layers()[0], None if mask is None else mask[None, None])
 
         embedded = F.embedding(tokens, self.drafter.vocabulary.embedding)[None]
-        positions = torch.arange(position, position + count, device=tokens.device)[None]
-        return self.drafter.model.rows(states, embedded, positions, causal)
+        return self.drafter.model.rows(states, embedded, positions, seeing)

@@ -6,6 +6,7 @@ Source: z-lab/dflash (architecture, key names, decoding), which has no head beyo
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,7 +15,10 @@ from dloop.drafters.block import BlockModel
 from dloop.drafters.config import BlockConfig, Json, Reader, read_block, with_taps
 from dloop.drafters.proposal import Proposal, measure
 from dloop.sampling import GREEDY, Draw
-from dloop.types import Vocabulary
+from dloop.trees.best_first import best_first
+from dloop.trees.shape import TreeShape
+from dloop.trees.tree import with_spine
+from dloop.types import Stage, Vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,22 @@ class DFlash(BlockModel):
         """All rows at once: none depends on another's token."""
         logits = F.linear(self.predicting(hidden), vocabulary.head)
         return measure(logits, draw.rows(logits))
+
+    def tree(
+        self,
+        hidden: Float[Tensor, "B D"],
+        anchor: Int[Tensor, ""],
+        vocabulary: Vocabulary,
+        shape: TreeShape,
+        nodes: int,
+    ) -> Stage:
+        """A DDTree; its spine is every depth's most likely token."""
+        logp = F.linear(self.predicting(hidden), vocabulary.head).float().log_softmax(-1)
+        found = logp.topk(min(shape.topk, logp.shape[-1]), -1)
+        ids, values = torch.stack([found.indices.double(), found.values.double()]).tolist()  # sync
+        tokens = [[int(token) for token in row] for row in ids]
+        top = [row[0] for row in values]
+        return with_spine(best_first(values, tokens, nodes), [row[0] for row in tokens], top, sum(top))
 
     def teacher_forced(
         self, hidden: Float[Tensor, "... B D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary

@@ -5,17 +5,15 @@ Sources: SpecForge (architecture, key names, training form), jianuo-huang/Domino
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dloop.drafters.block import BlockModel
 from dloop.drafters.config import BlockConfig, Json, Reader, read_block, with_taps
-from dloop.drafters.proposal import Proposal, measure, stacked
-from dloop.sampling import GREEDY, Draw, Drawn
+from dloop.drafters.path import PathModel
 from dloop.types import Vocabulary
 
 OLD_PREFIX = "logit_head."  # early checkpoints nest the head's tensors under it
@@ -88,7 +86,7 @@ class PrefixGRU(nn.Module):
         return (1 - keep) * candidate + keep * state
 
 
-class Domino(BlockModel):
+class Domino(PathModel):
     """The Domino drafter; with next-token rows a stage of B rows gives B tokens, else B-1."""
 
     config: DominoConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -106,25 +104,23 @@ class Domino(BlockModel):
         """What the tokens before add to a row's logits."""
         return self.embed_proj(torch.cat([rows, states], -1))
 
-    def propose(
+    @property
+    def output(self) -> Float[Tensor, "V E"]:
+        return cast(nn.Linear, self.embed_proj[-1]).weight
+
+    def read(
         self,
-        hidden: Float[Tensor, "... B D"],
-        anchor: Int[Tensor, "..."],
+        row: int,
+        hidden: Float[Tensor, "... D"],
+        previous: Int[Tensor, "..."],
+        state: Float[Tensor, "... G"] | None,
         vocabulary: Vocabulary,
-        draw: Draw = GREEDY,
-    ) -> Proposal:
-        """Row by row: the state has read the anchor and every token drafted before."""
-        rows = self.predicting(hidden)
-        logits = list(F.linear(rows, vocabulary.head).unbind(-2))
-        state, previous = None, anchor
-        drawn: list[Drawn] = []
-        for row in range(len(logits)):
-            state = self.prefix_gru.step(self.prefix_gru.project(F.embedding(previous, vocabulary.embedding)), state)
-            if row >= self.config.pure_draft_prefix_len:
-                logits[row] = logits[row] + self.correction(rows[..., row, :], state)
-            drawn.append(draw(logits[row], row))
-            previous = drawn[-1].token
-        return measure(torch.stack(logits, -2), stacked(drawn))
+    ) -> tuple[Float[Tensor, "... E"] | None, Float[Tensor, "... G"]]:
+        """The state reads the anchor and every token drafted after it; leading rows go uncorrected."""
+        state = self.prefix_gru.step(self.prefix_gru.project(F.embedding(previous, vocabulary.embedding)), state)
+        if row < self.config.pure_draft_prefix_len:
+            return None, state
+        return self.embed_proj[:-1](torch.cat([hidden, state], -1)), state
 
     def teacher_forced(
         self, hidden: Float[Tensor, "... B D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary

@@ -8,10 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dloop.drafters.block import BlockModel
 from dloop.drafters.config import DSparkConfig
-from dloop.drafters.proposal import Proposal, measure, stacked
-from dloop.sampling import GREEDY, Draw, Drawn
+from dloop.drafters.path import PathModel
 from dloop.types import Vocabulary
 
 
@@ -68,7 +66,7 @@ class ConfidenceHead(nn.Module):
         return self.proj(inputs)[..., 0].float()
 
 
-class DSpark(BlockModel):
+class DSpark(PathModel):
     """The DSpark drafter; row j predicts the token at a+j+1, so a stage of B rows gives B tokens."""
 
     config: DSparkConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -78,24 +76,22 @@ class DSpark(BlockModel):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
 
-    def propose(
+    @property
+    def output(self) -> Float[Tensor, "V r"]:
+        assert self.markov_head is not None
+        return self.markov_head.markov_w2.weight
+
+    def read(
         self,
-        hidden: Float[Tensor, "... k D"],
-        anchor: Int[Tensor, "..."],
+        row: int,
+        hidden: Float[Tensor, "... D"],
+        previous: Int[Tensor, "..."],
+        state: Float[Tensor, "... r"] | None,
         vocabulary: Vocabulary,
-        draw: Draw = GREEDY,
-    ) -> Proposal:
-        """Row by row: each token's Markov bias shifts the next row's logits."""
-        logits = list(F.linear(hidden, vocabulary.head).unbind(-2))
-        head, state, previous = self.markov_head, None, anchor
-        drawn: list[Drawn] = []
-        for row in range(hidden.shape[-2]):
-            if head is not None:
-                features, state = head.step(hidden[..., row, :], head.markov_w1(previous), state)
-                logits[row] = logits[row] + head.markov_w2(features)
-            drawn.append(draw(logits[row], row))
-            previous = drawn[-1].token
-        return measure(torch.stack(logits, -2), stacked(drawn))
+    ) -> tuple[Float[Tensor, "... r"] | None, Float[Tensor, "... r"] | None]:
+        """The Markov head reads the previous token; only "rnn" has a state."""
+        head = self.markov_head
+        return (None, None) if head is None else head.step(hidden, head.markov_w1(previous), state)
 
     def teacher_forced(
         self, hidden: Float[Tensor, "... k D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary

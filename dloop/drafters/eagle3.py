@@ -18,6 +18,7 @@ from dloop.drafters.host import HostConfig
 from dloop.drafters.layers import MLP, Attention, RMSNorm, Rotary
 
 DEPTH = 7  # tokens of a chain: the length of the published training-time test
+TREE_DEPTH = 8  # levels of a tree: the published depth argument 7 counts the expansions after the first level
 NUM_TAPS = 3
 LATER = ("fc_norm", "norm_before_fc", "norm_before_residual", "mlp_bias", "parallel_drafting")  # another arithmetic
 OTHER = ("use_sliding_window", "quantization_config")  # what a Llama layer may have and this one has not
@@ -37,6 +38,10 @@ class Eagle3Config(HostConfig):
     @property
     def stage_len(self) -> int:
         return DEPTH
+
+    @property
+    def tree_len(self) -> int:
+        return TREE_DEPTH
 
     @property
     def feature_size(self) -> int:

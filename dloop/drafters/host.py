@@ -1,13 +1,14 @@
 """What all drafters share, block and autoregressive: the shape of a layer, and a loaded drafter without memory."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 from torch import nn
 
 from dloop.loop import Drafter
+from dloop.trees.shape import TreeShape
 from dloop.types import GapRows, Vocabulary
 
 
@@ -40,6 +41,11 @@ class HostConfig:
         raise NotImplementedError
 
     @property
+    def tree_len(self) -> int:
+        """Depth of one stage's tree, as the family was published."""
+        return self.stage_len
+
+    @property
     def feature_size(self) -> int:
         """Hidden size of the target's layers."""
         return self.hidden_size
@@ -66,6 +72,7 @@ class HostDrafter(ABC):
     model: HostModel
     vocabulary: Vocabulary
     folder: Path | None = None
+    trees: TreeShape | None = None  # None: every stage is a chain
 
     @property
     def config(self) -> HostConfig:
@@ -84,6 +91,14 @@ class HostDrafter(ABC):
     def max_positions(self) -> int | None:
         """Positions it can draft at; None: as many as its target has."""
         return self.config.max_positions
+
+    def with_trees(self, trees: TreeShape | None) -> "HostDrafter":
+        """The same drafter with stages of this shape."""
+        return replace(self, trees=trees)
+
+    def nodes(self, index: int) -> int:
+        """The tree budget of a round's stage `index`; 0: a chain."""
+        return 0 if self.trees is None else self.trees.nodes(index)
 
     @abstractmethod
     def open(self) -> Drafter:

@@ -35,6 +35,12 @@ class SlotMemory:
         """Keep the tail, all but its last `short` rows."""
         self.committed = self.length - short
 
+    def keep(self, start: int, rows: list[int]) -> None:
+        """Of what lies from row `start` on keep these rows (counted from row 0), moved together."""
+        assert self._rows is not None and all(start <= row < self.length for row in rows)
+        self._rows[:, :, :, start : start + len(rows)] = self._rows[:, :, :, rows]
+        self.length = start + len(rows)
+
     def drop_tail(self) -> None:
         self.length = self.committed
 

@@ -1,7 +1,7 @@
 """Block drafters on the fast path: a whole stage, heads included, in one forward over flat rows of many sequences."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.gap import new_gap_rows
-from dloop.drafters.proposal import read_out, to_stage
+from dloop.drafters.proposal import to_stage
 from dloop.fast.graphs import Graphs
 from dloop.fast.lease import Leased, lease
 from dloop.fast.ops import Ops, kernel_ops, supports
@@ -22,7 +22,7 @@ from dloop.fast.stack import Memory, run_stack
 from dloop.fast.target import START_CONTEXT, columns_of
 from dloop.fast.weights import Stack, drafter_stack
 from dloop.kernels.shapes import HeadWeights
-from dloop.sampling import Draw
+from dloop.trees.shape import TreeShape
 from dloop.types import Features, Stage, StageRequest
 
 T = TypeVar("T")
@@ -49,18 +49,24 @@ class FastBlockDrafter(BlockDrafter):
         """Fused weights."""
         return drafter_stack(self.model, self.name)
 
+    def with_trees(self, trees: TreeShape | None) -> "FastBlockDrafter":
+        """The same drafter with stages of this shape; weights, stores and graphs are shared."""
+        other = replace(self, trees=trees)
+        vars(other)["stack"] = self.stack
+        return other
+
     def open(self, slots: int = 1, context: int = START_CONTEXT) -> "DrafterSession":
         """Memory for one session; stores and graphs of ended sessions are taken over."""
         return lease(
             self.memories,
             lambda _memory: True,
             lambda: FastBlockMemory(self, slots, min(context, self.config.max_positions)),
-            DrafterSession,
+            lambda memory: DrafterSession(memory, self),
         )
 
 
 class Staged(NamedTuple):
-    """What a stage's forward leaves: final states, and all sequences' packed proposals (None: drawn later)."""
+    """What a stage's forward leaves: final states, and all sequences' packed proposals (None: read later)."""
 
     hidden: Float[Tensor, "R D"]
     packed: Float64[Tensor, "S 3 k"] | None
@@ -186,14 +192,15 @@ def apply(forward: Callable[[Ops, RowBatch], T], ops: Ops, layout: Layout, runs:
 class DrafterSession:
     """One session's use of a memory, under the loop's law: committed rows + a speculative tail."""
 
-    def __init__(self, memory: FastBlockMemory) -> None:
+    def __init__(self, memory: FastBlockMemory, drafter: FastBlockDrafter) -> None:
         self.memory = memory
+        self.drafter = drafter
         self.committed: dict[int, int] = {}
         self.length: dict[int, int] = {}
 
     @property
     def stage_len(self) -> int:
-        return self.memory.drafter.config.stage_len
+        return self.drafter.config.stage_len
 
     @torch.no_grad()
     def extend(self, slot: int, position: int, tokens: list[int], features: Features) -> None:
@@ -205,7 +212,7 @@ class DrafterSession:
 
     @torch.no_grad()
     def draft(self, requests: Sequence[StageRequest]) -> list[Stage]:
-        """One stage for each request, all in one forward; drawn tokens one request after the other."""
+        """One stage for each request, all in one forward; drawn tokens and trees one request after the other."""
         for request in requests:
             if request.index == 0:
                 self.length[request.slot] = self.committed[request.slot]
@@ -213,13 +220,10 @@ class DrafterSession:
         staged = self._stage(requests)
         if staged.packed is not None:
             return [to_stage(packed) for packed in staged.packed[: len(requests)].tolist()]  # sync
-        drafter, size = self.memory.drafter, self.memory.drafter.config.block_size
-        stages: list[Stage] = []
+        size, stages = self.drafter.config.block_size, list[Stage]()
         for i, request in enumerate(requests):
             hidden, anchor = staged.hidden[i * size : (i + 1) * size], torch.tensor(request.anchor)
-            draw = Draw(request.sampling, self._start(request) + 1)
-            proposal = drafter.model.propose(hidden, anchor.to(hidden.device), drafter.vocabulary, draw)
-            stages.append(read_out(proposal))
+            stages.append(self.drafter.read_stage(hidden, anchor.to(hidden.device), request, self._start(request)))
         return stages
 
     def _start(self, request: StageRequest) -> int:
@@ -227,7 +231,7 @@ class DrafterSession:
         return self.committed[request.slot] + request.index * self.stage_len
 
     def _stage(self, requests: Sequence[StageRequest]) -> Staged:
-        config, rows, runs = self.memory.drafter.config, BlockRows([], [], []), list[Run]()
+        config, rows, runs = self.drafter.config, BlockRows([], [], []), list[Run]()
         size = config.block_size
         for request in requests:
             base = self.length[request.slot]
@@ -239,11 +243,12 @@ class DrafterSession:
         for request in requests:  # once the buffer has its final size
             first = self.memory.state_row(request.slot, request.index, 0)
             rows.state.extend(range(first, first + size))
-        return self.memory.stage(rows, runs, greedy=all(request.sampling is None for request in requests))
+        drawn = any(request.sampling is not None or self.drafter.nodes(request.index) for request in requests)
+        return self.memory.stage(rows, runs, greedy=not drawn)
 
     def _fill_gaps(self, requests: Sequence[StageRequest]) -> None:
         """Append the earlier stages' own final states as context of the positions nobody has verified yet."""
-        config, rows, runs = self.memory.drafter.config, BlockRows([], [], []), list[Run]()
+        config, rows, runs = self.drafter.config, BlockRows([], [], []), list[Run]()
         for request in requests:
             slot, base = request.slot, self.length[request.slot]
             gap = new_gap_rows(config.gap_rows, request.index, config.stage_len, config.label_shift)

@@ -128,14 +128,18 @@ def blank(layout: Layout) -> tuple[Integers, Integers]:
 
 
 def write_ancestors(table: Integers, rows: Rows, runs: list[Run]) -> None:
-    """table[row, j]: the store's entry of the row's ancestor at the run's first position + j, the row itself last."""
+    """table[row, j]: the store's entry of the row's ancestor at the run's first position + j, the row itself last.
+
+    Depth by depth rather than row by row: a tree has many rows and few depths.
+    """
+    parent, position = np.array(rows.parent), np.array(rows.position)
     for run in runs:
-        top = rows.position[run.first]
-        for row in range(run.first, run.first + run.count):
-            parent, depth = rows.parent[row], rows.position[row] - top
-            if parent >= 0:
-                table[row, :depth] = table[parent, :depth]
-            table[row, depth] = run.base + row - run.first
+        here = np.arange(run.first, run.first + run.count)
+        depth = position[here] - position[run.first]
+        table[here, depth] = run.base + here - run.first
+        for level in range(1, int(depth.max()) + 1):
+            below = here[depth == level]
+            table[below, :level] = table[parent[below], :level]
 
 
 def write_tiles(block: Integers, layout: Layout, runs: list[Run], visible: Integers) -> None:

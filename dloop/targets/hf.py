@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -177,14 +178,14 @@ class HFMemory:
     def _tree_mask(self, slot: int, parents: list[int]) -> Float[Tensor, "1 1 n K"]:
         """Additive mask: every row sees the committed memory, its ancestors and itself."""
         n, base = len(parents), self.committed[slot]
-        seen = torch.zeros(n, base + n, dtype=torch.bool)
+        seen = np.zeros((n, base + n), bool)
         seen[:, :base] = True
         for row, parent in enumerate(parents):
             if parent >= 0:
                 seen[row] = seen[parent]
             seen[row, base + row] = True
         mask = torch.zeros(n, base + n, dtype=self.target.dtype)
-        mask.masked_fill_(~seen, torch.finfo(self.target.dtype).min)
+        mask.masked_fill_(torch.from_numpy(~seen), torch.finfo(self.target.dtype).min)
         return mask.to(self.target.device)[None, None]
 
 

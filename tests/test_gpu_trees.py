@@ -1,0 +1,44 @@
+"""What only a GPU can show of trees: bfloat16 texts are plain decoding's to the last token, whatever is drafted."""
+
+import itertools
+
+import pytest
+
+import dloop
+from dloop.batch import generate_many
+from dloop.sampling import sample_seed
+from dloop.settings import Settings
+
+pytestmark = pytest.mark.gpu
+SHAPES = ({"tree_budget": 64}, {"tree_budget": 64, "stage_tree_budget": 24}, {"tree_budget": 200})
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = dloop.load_target("smollm2", dtype="bfloat16", device="cuda", engine="fast")
+    return target, dloop.load_drafter("demo", target)
+
+
+def test_bfloat16_texts_of_trees_are_plain_decoding_s(pair):
+    target, drafter = pair
+    assert target.is_exact
+    for start, gate, shape in itertools.product((5, 400), (1.0, -0.5, float("-inf")), SHAPES):
+        prompt = list(range(start, start + 24))
+        words = {"loop_gate": gate, "max_stages": 3, "stop_token_ids": (), **shape}
+        plain = dloop.generate(target, None, prompt, 96, stop_token_ids=())
+        found = dloop.generate(target, drafter, prompt, 96, exact=True, **words)
+        assert found.tokens == plain.tokens
+        assert any(not r.draft.is_chain for r in found.rounds)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_trees_of_many_sequences_write_the_texts_they_write_alone(pair, temperature):
+    target, drafter = pair
+    prompts = [list(range(start, start + 10 + start % 7)) for start in range(100, 116)]
+    settings = Settings(max_new_tokens=64, temperature=temperature, seed=1, loop_gate=-0.5, tree_budget=32)
+    alone = [
+        dloop.generate(target, None, p, 64, temperature=temperature, seed=sample_seed(1, i)).tokens
+        for i, p in enumerate(prompts)
+    ]
+    found = {text.index: text.tokens for text in generate_many(target, drafter, prompts, settings, live=8)}
+    assert [found[i] for i in range(len(prompts))] == alone
