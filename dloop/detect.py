@@ -8,6 +8,7 @@ from dloop.drafters.config import DEEPSPEC_ARCHITECTURES, LIMITS, BlockConfig, J
 from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
 from dloop.targets.hf import SUPPORTED, HFTarget
+from dloop.targets.recurrent import LINEAR, RECURRENT
 
 BLOCK_FAMILIES = ("dflash", "dspark", "domino")
 FAMILIES = (*BLOCK_FAMILIES, "eagle3")
@@ -25,9 +26,10 @@ def check_target(raw: Json, name: str) -> None:
             "give it as the drafter (--draft-model) and its target as the target (--model)"
         )
     kind = raw.get("model_type")
-    if kind not in SUPPORTED:
-        raise UserError(f"{name} is a {brief(kind)} model; supported targets: {', '.join(SUPPORTED)}")
-    if not fully_attends(raw) or raw.get("use_sliding_window"):
+    if kind not in (*SUPPORTED, *RECURRENT):
+        raise UserError(f"{name} is a {brief(kind)} model; supported targets: {', '.join((*SUPPORTED, *RECURRENT))}")
+    raw = text_config(raw, name)
+    if not (mixes_linear(raw) if kind in RECURRENT else fully_attends(raw)) or raw.get("use_sliding_window"):
         raise UserError(
             f"{name} has layers without full attention (layer_types={brief(raw.get('layer_types'))}); the cache of "
             "sliding-window layers, for one, cannot be shortened here: use a full-attention model"
@@ -45,6 +47,22 @@ def check_target(raw: Json, name: str) -> None:
         if raw.get(key) is not None:
             Reader(raw, f"{name}/config.json").integer(key)
     check_rope(raw, name)
+
+
+def text_config(raw: Json, name: str) -> Json:
+    """The part of a config that describes the layers; the whole, with what it says of the text, where there is one."""
+    text = raw.get("text_config")
+    if text is None:
+        return raw
+    if not isinstance(text, Mapping):
+        raise UserError(f"{name}: text_config={brief(text)} must be an object; fetch config.json again")
+    return {**raw, **cast(Json, text)}
+
+
+def mixes_linear(raw: Json) -> bool:
+    """Whether layers are of linear or of full attention, and some of each."""
+    kinds = raw.get("layer_types")
+    return isinstance(kinds, list) and {LINEAR, "full_attention"} == set(map(str, cast(list[object], kinds)))
 
 
 def check_rope(raw: Json, name: str) -> None:

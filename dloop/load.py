@@ -20,6 +20,7 @@ from dloop.drafters.gap import READINGS
 from dloop.drafters.host import HostConfig, HostDrafter
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
+from dloop.targets.recurrent import RECURRENT, RecurrentTarget, require_version, tell_path
 from dloop.types import GapRows, Vocabulary
 
 DTypeName = Literal["float32", "bfloat16"]
@@ -57,10 +58,14 @@ def load_target(
         folder = smollm2()
     else:
         folder = checkpoint.resolve(name_or_path, revision, "target")
-    check_target(checkpoint.read_json(folder / "config.json", name_or_path), name_or_path)
+    raw = checkpoint.read_json(folder / "config.json", name_or_path)
+    check_target(raw, name_or_path)
+    recurrent = raw["model_type"] in RECURRENT
+    if recurrent:
+        require_version(name_or_path)
     stored = checkpoint.check_headers(folder, name_or_path)
     with one_line(name_or_path):
-        config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder, trust_remote_code=False)).get_text_config()
         check_numbers(config, stored, name_or_path)
     stop_ids = read_stop_ids(folder, config)
     with one_line(name_or_path):
@@ -68,12 +73,21 @@ def load_target(
     nn.Module.to(model, where)  # transformers' own `to` is typed as something else
     model.eval().requires_grad_(False)
     checkpoint.check_finite(name_or_path, {**dict(model.named_parameters()), **dict(model.named_buffers())})
-    return on_engine(HFTarget(name=name_or_path, model=model, stop_ids=stop_ids, folder=folder), engine)
+    if recurrent:
+        tell_path(name_or_path)
+    kind = RecurrentTarget if recurrent else HFTarget
+    return on_engine(kind(name=name_or_path, model=model, stop_ids=stop_ids, folder=folder), engine)
 
 
 def on_engine(twin: HFTarget, engine: Engine) -> HFTarget:
     """The target on the engine asked for; "auto" falls back to the twin and says why. Raises UserError for "fast"."""
     if engine == "twin":
+        return twin
+    if isinstance(twin, RecurrentTarget):
+        if engine == "fast":
+            raise UserError(
+                f"--engine fast: the fast path has no recurrent layers, as {twin.name} has; use auto or twin"
+            )
         return twin
     from dloop.fast.target import FastTarget
 

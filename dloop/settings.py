@@ -17,6 +17,7 @@ from dloop.judge import Match, Reject
 from dloop.loop import Limits
 from dloop.sampling import Sampling, fresh_seed
 from dloop.targets.hf import HFTarget
+from dloop.targets.recurrent import NO_BRANCHES
 
 MOST_DEPTH = 1024  # tokens of a stage
 
@@ -140,6 +141,8 @@ def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafte
     for name in ("tree_budget", "stage_tree_budget"):
         value: Budget = getattr(settings, name)
         if value not in ("host", 0):
+            if not target.forks:
+                raise UserError(f"{name}={value!r}: {target.name} {NO_BRANCHES}")
             raise UserError(f"{name}={value!r}: trees are not offered for {family}; use 0 or 'host' (a chain)")
     refuse_depth(settings, drafter)
     for name in ("mtp_k", "topk_k", "tree_width", "tree_beta"):
