@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.host import HostDrafter
+from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.errors import UserError
 from dloop.gate import GateSum
 from dloop.judge import Match, Reject
@@ -20,6 +21,7 @@ from dloop.targets.hf import HFTarget
 from dloop.targets.recurrent import NO_BRANCHES
 
 MOST_DEPTH = 1024  # tokens of a stage
+DEPTH_FLAGS = {"eagle3": "draft_depth", MTP_FAMILY: "mtp_k"}  # what says how many, by family
 
 log = logging.getLogger("dloop")
 
@@ -68,9 +70,10 @@ def check_types(settings: Settings) -> None:
 
 def at_depth(drafter: HostDrafter | None, settings: Settings) -> HostDrafter | None:
     """The drafter with stages as long as the settings ask for."""
-    if settings.draft_depth is None or not isinstance(drafter, ChainDrafter):
+    if not isinstance(drafter, ChainDrafter):
         return drafter
-    return drafter.at_depth(operator.index(settings.draft_depth))
+    depth = getattr(settings, DEPTH_FLAGS[drafter.family])
+    return drafter if depth is None else drafter.at_depth(operator.index(depth))
 
 
 def sampling_of(settings: Settings) -> Sampling:
@@ -145,7 +148,7 @@ def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafte
                 raise UserError(f"{name}={value!r}: {target.name} {NO_BRANCHES}")
             raise UserError(f"{name}={value!r}: trees are not offered for {family}; use 0 or 'host' (a chain)")
     refuse_depth(settings, drafter)
-    for name in ("mtp_k", "topk_k", "tree_width", "tree_beta"):
+    for name in ("topk_k", "tree_width", "tree_beta"):
         if getattr(settings, name) != getattr(Settings, name):  # the default: not given
             raise UserError(f"{name}={getattr(settings, name)} does not apply to {family}; leave it out")
     if settings.verify not in get_args(Verify):
@@ -159,13 +162,12 @@ def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafte
 
 def refuse_depth(settings: Settings, drafter: HostDrafter | None) -> None:
     """Raises UserError for a depth that the drafter has not; says once that EAGLE-3's tree is left out."""
-    depth = settings.draft_depth
-    if not isinstance(drafter, ChainDrafter):
-        if depth is not None:
-            family = drafter.family if drafter else "plain decoding"
-            raise UserError(f"draft_depth={depth} does not apply to {family}; leave it out")
-        return
-    if depth is not None and not 1 <= depth <= MOST_DEPTH:
-        raise UserError(f"draft_depth={depth} must be at least 1 and at most {MOST_DEPTH}")
-    if drafter.family == "eagle3" and settings.tree_budget == "host":
+    family = drafter.family if drafter else "plain decoding"
+    for flag in sorted(set(DEPTH_FLAGS.values())):
+        depth = getattr(settings, flag)
+        if depth is not None and DEPTH_FLAGS.get(family) != flag:
+            raise UserError(f"{flag}={depth} does not apply to {family}; leave it out")
+        if depth is not None and not 1 <= depth <= MOST_DEPTH:
+            raise UserError(f"{flag}={depth} must be at least 1 and at most {MOST_DEPTH}")
+    if family == "eagle3" and settings.tree_budget == "host":
         log.warning("EAGLE-3's published tree is not offered yet: a stage is a chain, as with --tree-budget 0")

@@ -25,6 +25,8 @@ from dloop.drafters.dspark import DSpark
 from dloop.drafters.eagle3 import Eagle3, Eagle3Config
 from dloop.drafters.families import build, loaded, write_config
 from dloop.drafters.host import HostDrafter
+from dloop.drafters.mtp import FAMILY as MTP_FAMILY
+from dloop.drafters.mtp import read_mtp
 from dloop.export import Layout, in_layout
 from dloop.loop import Session, Task, run_many
 from dloop.targets.hf import HFTarget
@@ -120,12 +122,16 @@ def tiny_drafter(
     )
     if family == "eagle3":
         model = tiny_eagle3(shape).to(target.dtype)
+    elif family == MTP_FAMILY:
+        model = build(read_mtp(tiny_qwen35(target), "tiny")).to(target.dtype)
     else:
         label_shift = int(family == "dflash")
         shape |= {"num_layers": 2, "mask_token_id": target.vocab_size - 1, "gap_rows": gap_rows}
         shape |= {"block_size": stage_len + label_shift, "label_shift": label_shift}
         model = build(tiny_config(family, shape, head)).to(target.dtype)
     fill(model, seed=1)
+    if family == MTP_FAMILY:
+        settle_linear(model)
     drafter = loaded(f"tiny {family}", model.eval().requires_grad_(False), target.vocabulary)
     return drafter.at_depth(stage_len) if isinstance(drafter, ChainDrafter) else drafter
 
@@ -145,6 +151,26 @@ def tiny_config(family: str, shape: dict[str, object], head: MarkovHeadType | No
                 confidence_head=True,
                 confidence_with_markov=head is not None,
             )
+
+
+def tiny_qwen35(target: HFTarget) -> dict[str, object]:
+    """A Qwen3.5 config of this target's sizes, for a head."""
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "dtype": "float32",
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 2 * HIDDEN_SIZE,
+        "num_hidden_layers": target.num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": target.rope_theta, **PARTIAL},
+        "max_position_embeddings": target.context,
+        "mtp_num_hidden_layers": 1,
+    }
 
 
 def tiny_eagle3(shape: dict[str, object]) -> Eagle3:

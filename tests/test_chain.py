@@ -298,7 +298,7 @@ def test_scores_and_laws_are_of_the_draft_vocabulary(target):
     memory.extend(0, 0, PROMPT, target.open(drafter.taps).prefill(0, PROMPT).features)
     sampling = Sampling(temperature=0.7, top_k=9, seed=3)
     logits, listened = [], model.logits
-    model.logits = lambda states: logits.append(listened(states)) or logits[-1]
+    model.logits = lambda *given: logits.append(listened(*given)) or logits[-1]
     stage = memory.draft([StageRequest(slot=0, anchor=1, index=0, sampling=sampling)])[0]
     logp = torch.stack(logits).float().log_softmax(-1)
     assert logp.shape == (K, len(model.kept)) and len(model.kept) < VOCAB
@@ -394,7 +394,8 @@ class KeepsDraftedRows(ChainMemory):
             kept = min(len(tokens), state.memory.length - state.memory.committed)
             state.memory.committed += kept
             state.memory.drop_tail()
-            state.tokens, state.taps = [*state.tokens, *tokens][kept:], torch.cat([state.taps, features.taps])[kept:]
+            state.tokens = [*state.tokens, *tokens][kept:]
+            state.features = torch.cat([state.features, features.taps])[kept:]
             return
         super().extend(slot, position, tokens, features)
 

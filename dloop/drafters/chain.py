@@ -18,7 +18,7 @@ from dloop.drafters.memory import KeyValues, SlotMemory
 from dloop.drafters.proposal import Proposal, measure, read_out, stacked
 from dloop.loop import Drafter
 from dloop.sampling import Draw, Drawn
-from dloop.types import Features, Stage, StageRequest
+from dloop.types import Features, Stage, StageRequest, Vocabulary
 
 # From rotated queries and the rows' own keys and values to what each head mixed: the caller knows what a row sees.
 Attend = Callable[[Float[Tensor, "B H n d"], KeyValues], Float[Tensor, "B H n d"]]
@@ -30,6 +30,10 @@ class ChainModel(HostModel):
     The row at position t joins a state of position t with the embedding of the token at t+1, and predicts the one at
     t+2. Rows of verified positions read the target's features, drafted ones the state of the row before.
     """
+
+    def reads(self, taps: Float[Tensor, "*n F"], last: Float[Tensor, "*n D"]) -> Float[Tensor, "*n _"]:
+        """What of the target's features its rows read: the tapped layers, or the last state."""
+        return taps
 
     @abstractmethod
     def first(self, features: Float[Tensor, "B n F"]) -> Float[Tensor, "B n D"]:
@@ -46,22 +50,28 @@ class ChainModel(HostModel):
         """The one row arithmetic: what each row hands to the next one. Training and decoding differ in `attend`."""
 
     @abstractmethod
-    def logits(self, states: Float[Tensor, "... D"]) -> Float[Tensor, "... W"]:
-        """Over the head's own vocabulary."""
+    def logits(self, states: Float[Tensor, "... D"], vocabulary: Vocabulary) -> Float[Tensor, "... W"]:
+        """Over the head's own vocabulary; `vocabulary` is the target's, for those that share its head."""
 
     @property
     @abstractmethod
-    def kept(self) -> Int[Tensor, " W"]:
-        """The target's ids of the tokens in the head's vocabulary."""
+    def kept(self) -> Int[Tensor, " W"] | None:
+        """The target's ids of the tokens in the head's vocabulary; None: all, each with its own id."""
+
+    def told(self, tokens: Int[Tensor, "*k"]) -> Int[Tensor, "*k"]:
+        """The target's ids of tokens of the head's vocabulary."""
+        return tokens if self.kept is None else self.kept[tokens]
 
     def propose(self, logits: Float[Tensor, "k W"], drawn: Drawn) -> Proposal:
         """A stage from its rows' logits and picks: measured over the head's vocabulary, told in the target's ids."""
         found = measure(logits, drawn)
         probs = None if found.probs is None else self.spread(found.probs)
-        return found._replace(tokens=self.kept[found.tokens], probs=probs)
+        return found._replace(tokens=self.told(found.tokens), probs=probs)
 
     def spread(self, probs: Float32[Tensor, "k W"]) -> Float32[Tensor, "k V"]:
         """A law over the target's vocabulary: tokens that the head does not know have no chance."""
+        if self.kept is None:
+            return probs
         return probs.new_zeros(len(probs), self.config.vocab_size).index_copy_(1, self.kept, probs)
 
 
@@ -91,11 +101,11 @@ class ChainDrafter(HostDrafter):
 
 @dataclass
 class SlotState:
-    """One sequence. The row of a verified position waits for the token after it: `tokens` and `taps` are the
+    """One sequence. The row of a verified position waits for the token after it: `tokens` and `features` are the
     positions without a committed row; after a round's first stage only the last, whose row stands in the tail.
     """
 
-    taps: Float[Tensor, "n F"]
+    features: Float[Tensor, "n F"]
     memory: SlotMemory = field(default_factory=SlotMemory)
     tokens: list[int] = field(default_factory=list[int])
     hidden: Float[Tensor, "1 1 D"] | None = None  # of the row that gave the last drafted token
@@ -123,13 +133,14 @@ class ChainMemory:
 
     def extend(self, slot: int, position: int, tokens: list[int], features: Features) -> None:
         """Only stores: the rows are made by the next `draft`, in the same forward as its first token."""
+        read = self.drafter.model.reads(features.taps, features.last)
         if position == 0:
-            self.slots[slot] = SlotState(features.taps[:0])
+            self.slots[slot] = SlotState(read[:0])
         state = self.slots[slot]
         state.memory.drop_tail()
         assert state.verified == position
         state.tokens += tokens
-        state.taps = torch.cat([state.taps, features.taps])  # a copy: a target may answer into the same memory again
+        state.features = torch.cat([state.features, read])  # a copy: a target may answer into the same memory again
 
     def draft(self, requests: Sequence[StageRequest]) -> list[Stage]:
         """One stage a request; this twin answers them one after the other."""
@@ -139,28 +150,28 @@ class ChainMemory:
     def _stage(self, request: StageRequest) -> Stage:
         state, model = self.slots[request.slot], self.drafter.model
         anchor = state.verified + request.index * self.stage_len  # its position
-        token = torch.tensor([request.anchor], device=state.taps.device)
+        token = torch.tensor([request.anchor], device=state.features.device)
         draw = Draw(request.sampling, anchor + 1)
-        logits, drawn, kept = list[Tensor](), list[Drawn](), model.kept
+        logits, drawn = list[Tensor](), list[Drawn]()
         for row in range(self.stage_len):
             if request.index == 0 and row == 0:
                 state.hidden = self._read(state, token)
             else:
                 assert state.hidden is not None
                 state.hidden = self._rows(state, state.hidden, token, anchor + row - 1)
-            logits.append(model.logits(state.hidden[0, 0]))
+            logits.append(model.logits(state.hidden[0, 0], self.drafter.vocabulary))
             drawn.append(draw(logits[-1], row))
-            token = kept[drawn[-1].token][None]
+            token = model.told(drawn[-1].token)[None]
         return read_out(model.propose(torch.stack(logits), stacked(drawn)))
 
     def _read(self, state: SlotState, anchor: Int[Tensor, " 1"]) -> Float[Tensor, "1 1 D"]:
         """Make the rows of all waiting positions; the last, which reads the anchor, stays in the tail."""
         state.memory.drop_tail()
         tokens = torch.cat([torch.tensor(state.tokens[1:], device=anchor.device, dtype=anchor.dtype), anchor])
-        features = self.drafter.model.first(state.taps[None])
+        features = self.drafter.model.first(state.features[None])
         hidden = self._rows(state, features, tokens, state.memory.committed)
         state.memory.commit(short=1)
-        state.tokens, state.taps = state.tokens[-1:], state.taps[-1:].clone()
+        state.tokens, state.features = state.tokens[-1:], state.features[-1:].clone()
         return hidden[:, -1:]
 
     def _rows(
