@@ -13,7 +13,8 @@ from dloop.targets.hf import SUPPORTED, HFTarget
 from dloop.targets.recurrent import LINEAR, RECURRENT
 
 BLOCK_FAMILIES = ("dflash", "dspark", "domino")
-FAMILIES = (*BLOCK_FAMILIES, "eagle3", MTP_FAMILY)
+CHAIN_FAMILIES = ("eagle3", MTP_FAMILY)
+FAMILIES = (*BLOCK_FAMILIES, *CHAIN_FAMILIES)
 HEADS = {  # tensors that only one family has
     "markov_head.": "dspark",
     "prefix_gru.": "domino",

@@ -12,6 +12,7 @@ from dloop.detect import FAMILIES
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.gap import READINGS
 from dloop.drafters.host import HostDrafter
+from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.drafters.proposal import Proposal
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate
 from dloop.judge import Match, Reject, follow
@@ -209,6 +210,8 @@ def taught_target(request) -> HFTarget:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def taught(request, taught_target) -> Taught:
+    if request.param == MTP_FAMILY and taught_target.forks:
+        pytest.skip("Qwen3.5's head is Qwen3.5's")
     greedy = dloop.generate_autoregressive(taught_target, PROMPT, LENGTH).tokens
     drawn = [dloop.generate_autoregressive(taught_target, PROMPT, LENGTH, seed=s, **LAW).tokens for s in (0, 1)]
     learned = [PROMPT + text for text in (greedy, *drawn)]
@@ -288,7 +291,8 @@ def text_counts(
     family: str, wrapped: Callable | None
 ) -> tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], float]]:
     """(how often each text of three tokens came out, how often it should); gates and caps change with the seed."""
-    target = tiny_target("qwen3", vocab_size=4, num_layers=3)
+    kind = CHAIN_KINDS[0] if family == MTP_FAMILY and CHAIN_KINDS else "qwen3"
+    target = tiny_target(kind, vocab_size=4, num_layers=3)
     drafter = tiny_drafter(target, family=family, stage_len=1)
     if wrapped is not None:
         drafter.model.propose = wrapped(drafter.model.propose)
