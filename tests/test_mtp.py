@@ -1,6 +1,9 @@
 """Qwen3.5's MTP head: what loads, what is refused, how long a stage is, and its training."""
 
 import json
+import os
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +36,7 @@ from dloop.types import StageRequest
 pytestmark = pytest.mark.skipif(not recurrent.is_offered(), reason="Qwen3.5 needs a newer transformers")
 PROMPT = [5, 9, 11, 60, 2]
 VOCAB = 97
+EXAMPLE = Path(__file__).parents[1] / "examples" / "run_dloop_mtp.sh"
 
 
 def with_head(target: HFTarget, folder: Path, drafter: ChainDrafter | None = None) -> Path:
@@ -347,6 +351,25 @@ def test_the_published_script_trains_the_head(home, tmp_path):
         meant("--ckpt-dir", str(eagle))
     with pytest.raises(UserError, match="--mtp qwen3.5 trains a head that is there"):
         meant("--draft-model-config", "c.json")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_the_example_trains_the_built_in_head(home, tmp_path):
+    (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+
+    def example(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DATA": "d.jsonl", **env}
+        return subprocess.run(["bash", str(EXAMPLE), *words], env=env, cwd=tmp_path, capture_output=True, text=True)
+
+    for start, env in (("mtp", {}), (str(home / "head"), {"CKPT": str(home / "head")})):
+        given = example("qwen3.5", **env).stdout.split("\n")[:-1]
+        at = given.index(str(EXAMPLE.parents[1] / "scripts" / "train_eagle3.py"))
+        command = parse(train_command.Command, "dloop train", forwarded("train_eagle3.py", given[at + 1 :]))
+        assert (command.target_model_path, command.draft_init_path) == ("Qwen/Qwen3.5-9B", start)
+        assert (command.ttt_length_dist, command.num_epochs, command.chat_template) == ((3, 6, 9), 1, "model")
+    done = example("9B")
+    assert done.returncode == 2 and done.stderr.strip().endswith("run_dloop_mtp.sh qwen3.5")
 
 
 def test_a_config_that_was_read_is_written_again():
