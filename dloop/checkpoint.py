@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -167,12 +167,12 @@ def tensor_names(folder: Path) -> list[str]:
     return names
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, on the CPU."""
+def read_tensors(folder: Path, only: Collection[str] | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, all or those of these names, on the CPU."""
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
         with opened(file) as handle:
-            tensors |= {key: handle.get_tensor(key) for key in handle.keys()}
+            tensors |= {key: handle.get_tensor(key) for key in handle.keys() if only is None or key in only}
     return tensors
 
 

@@ -6,12 +6,21 @@ from typing import NamedTuple, cast
 from dloop.checkpoint import brief
 from dloop.drafters.config import DEEPSPEC_ARCHITECTURES, LIMITS, BlockConfig, Json, Reader, fully_attends
 from dloop.drafters.host import HostConfig
+from dloop.drafters.mtp import FAMILY as MTP_FAMILY
+from dloop.drafters.mtp import is_mtp
 from dloop.errors import UserError
 from dloop.targets.hf import SUPPORTED, HFTarget
+from dloop.targets.recurrent import LINEAR, RECURRENT
 
 BLOCK_FAMILIES = ("dflash", "dspark", "domino")
-FAMILIES = (*BLOCK_FAMILIES, "eagle3")
-HEADS = {"markov_head.": "dspark", "prefix_gru.": "domino", "midlayer.": "eagle3"}  # tensors that only one family has
+CHAIN_FAMILIES = ("eagle3", MTP_FAMILY)
+FAMILIES = (*BLOCK_FAMILIES, *CHAIN_FAMILIES)
+HEADS = {  # tensors that only one family has
+    "markov_head.": "dspark",
+    "prefix_gru.": "domino",
+    "midlayer.": "eagle3",
+    "mtp.": MTP_FAMILY,
+}
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 DEEPSPEC_EAGLE3 = ("Qwen3Eagle3Model", "Gemma4Eagle3Model", "Eagle3DraftModel")
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # whose frequencies are the same in every forward
@@ -25,9 +34,10 @@ def check_target(raw: Json, name: str) -> None:
             "give it as the drafter (--draft-model) and its target as the target (--model)"
         )
     kind = raw.get("model_type")
-    if kind not in SUPPORTED:
-        raise UserError(f"{name} is a {brief(kind)} model; supported targets: {', '.join(SUPPORTED)}")
-    if not fully_attends(raw) or raw.get("use_sliding_window"):
+    if kind not in (*SUPPORTED, *RECURRENT):
+        raise UserError(f"{name} is a {brief(kind)} model; supported targets: {', '.join((*SUPPORTED, *RECURRENT))}")
+    raw = text_config(raw, name)
+    if not (mixes_linear(raw) if kind in RECURRENT else fully_attends(raw)) or raw.get("use_sliding_window"):
         raise UserError(
             f"{name} has layers without full attention (layer_types={brief(raw.get('layer_types'))}); the cache of "
             "sliding-window layers, for one, cannot be shortened here: use a full-attention model"
@@ -45,6 +55,22 @@ def check_target(raw: Json, name: str) -> None:
         if raw.get(key) is not None:
             Reader(raw, f"{name}/config.json").integer(key)
     check_rope(raw, name)
+
+
+def text_config(raw: Json, name: str) -> Json:
+    """The part of a config that describes the layers; the whole, with what it says of the text, where there is one."""
+    text = raw.get("text_config")
+    if text is None:
+        return raw
+    if not isinstance(text, Mapping):
+        raise UserError(f"{name}: text_config={brief(text)} must be an object; fetch config.json again")
+    return {**raw, **cast(Json, text)}
+
+
+def mixes_linear(raw: Json) -> bool:
+    """Whether layers are of linear or of full attention, and some of each."""
+    kinds = raw.get("layer_types")
+    return isinstance(kinds, list) and {LINEAR, "full_attention"} == set(map(str, cast(list[object], kinds)))
 
 
 def check_rope(raw: Json, name: str) -> None:
@@ -92,7 +118,8 @@ def architecture_of(raw: Json, name: str) -> str:
 def detect_family(raw: Json, name: str, tensors: Callable[[], Iterable[str]] = tuple) -> str:
     """The host family, from the config, in the published order of precedence.
 
-    `tensors` gives the names of the stored tensors; asked only where a Llama config may be that of SafeAILab's EAGLE-3.
+    `tensors` gives the names of the stored tensors; asked only where a config may be a target's as well: that of
+    SafeAILab's EAGLE-3 and that of an MTP head.
     """
     architecture = architecture_of(raw, name)
     own = raw.get("dflash_config")
@@ -115,6 +142,8 @@ def detect_family(raw: Json, name: str, tensors: Callable[[], Iterable[str]] = t
         return "dflash"
     elif architecture in EAGLE3_ARCHITECTURES or is_safeailab(raw, tensors):
         return "eagle3"
+    elif is_mtp(raw, tensors):
+        return MTP_FAMILY
     elif not is_drafter(raw):
         found = (
             f"a plain {architecture}, not a drafter; give it as the target (--model), and a drafter trained for it "
@@ -185,7 +214,9 @@ def misfits(config: HostConfig, target: HFTarget, name: str) -> Iterator[Misfit]
             f"{target.num_layers}; use the drafter trained for this target",
         )
     taps = config.target_layer_ids
-    if not taps or list(taps) != sorted(set(taps)) or taps[-1] >= target.num_layers - 1 or taps[0] < -1:
+    if config.reads_layers and (
+        not taps or list(taps) != sorted(set(taps)) or taps[-1] >= target.num_layers - 1 or taps[0] < -1
+    ):
         yield Misfit(
             "target_layer_ids",
             f"{name} taps the layers {list(taps)} of a target with layers 0..{target.num_layers - 1}; taps must "

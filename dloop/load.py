@@ -15,11 +15,13 @@ from dloop.checkpoint import brief
 from dloop.detect import BLOCK_FAMILIES, check_heads, check_pair, check_target, detect_family
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.config import MAX_BASE, Json
-from dloop.drafters.families import READERS, build, loaded, named
+from dloop.drafters.families import READERS, build, loaded, named, of_family
 from dloop.drafters.gap import READINGS
 from dloop.drafters.host import HostConfig, HostDrafter
+from dloop.drafters.mtp import is_mtp, no_head
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
+from dloop.targets.recurrent import RECURRENT, RecurrentTarget, require_version, tell_path
 from dloop.types import GapRows, Vocabulary
 
 DTypeName = Literal["float32", "bfloat16"]
@@ -27,6 +29,7 @@ Engine = Literal["auto", "fast", "twin"]
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 log = logging.getLogger("dloop")
 
+BUILT_IN = "mtp"
 DEMO = Path(__file__).parent / "demo_drafter"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FAULTS = {"missing": "is missing", "unexpected": "has unexpected", "mismatched": "has wrongly shaped"}  # transformers'
@@ -57,10 +60,14 @@ def load_target(
         folder = smollm2()
     else:
         folder = checkpoint.resolve(name_or_path, revision, "target")
-    check_target(checkpoint.read_json(folder / "config.json", name_or_path), name_or_path)
+    raw = checkpoint.read_json(folder / "config.json", name_or_path)
+    check_target(raw, name_or_path)
+    recurrent = raw["model_type"] in RECURRENT
+    if recurrent:
+        require_version(name_or_path)
     stored = checkpoint.check_headers(folder, name_or_path)
     with one_line(name_or_path):
-        config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder, trust_remote_code=False)).get_text_config()
         check_numbers(config, stored, name_or_path)
     stop_ids = read_stop_ids(folder, config)
     with one_line(name_or_path):
@@ -68,12 +75,21 @@ def load_target(
     nn.Module.to(model, where)  # transformers' own `to` is typed as something else
     model.eval().requires_grad_(False)
     checkpoint.check_finite(name_or_path, {**dict(model.named_parameters()), **dict(model.named_buffers())})
-    return on_engine(HFTarget(name=name_or_path, model=model, stop_ids=stop_ids, folder=folder), engine)
+    if recurrent:
+        tell_path(name_or_path)
+    kind = RecurrentTarget if recurrent else HFTarget
+    return on_engine(kind(name=name_or_path, model=model, stop_ids=stop_ids, folder=folder), engine)
 
 
 def on_engine(twin: HFTarget, engine: Engine) -> HFTarget:
     """The target on the engine asked for; "auto" falls back to the twin and says why. Raises UserError for "fast"."""
     if engine == "twin":
+        return twin
+    if isinstance(twin, RecurrentTarget):
+        if engine == "fast":
+            raise UserError(
+                f"--engine fast: the fast path has no recurrent layers, as {twin.name} has; use auto or twin"
+            )
         return twin
     from dloop.fast.target import FastTarget
 
@@ -143,7 +159,8 @@ def load_drafter(
     gap_rows: GapRows | None = None,
     rope_theta: float | None = None,
 ) -> HostDrafter:
-    """Load a drafter for this target: a folder, a hub id, or "demo" (shipped, for the offline target).
+    """Load a drafter for this target: a folder, a hub id, "demo" (shipped, for the offline target), or "mtp" (the head
+    that a Qwen3.5 target brings along).
 
     `gap_rows` (block families) overrides the reading that the checkpoint names, `rope_theta` (EAGLE-3) the RoPE base:
     some were trained with another one than their config says. Raises UserError saying what was found.
@@ -151,6 +168,9 @@ def load_drafter(
     if name_or_path == "demo":
         checkpoint.only_hub(revision, name_or_path, "drafter")
         folder = DEMO
+    elif name_or_path == BUILT_IN:
+        checkpoint.only_hub(revision, name_or_path, "drafter")
+        folder = folder_with_head(target)
     else:
         folder = checkpoint.resolve(name_or_path, revision, "drafter")
     raw = checkpoint.read_json(folder / "config.json", name_or_path)
@@ -160,7 +180,8 @@ def load_drafter(
     raw = override(raw, family, gap_rows, rope_theta)
     config = READERS[family](raw, f"{name_or_path}/config.json").for_target(target.num_layers)
     check_pair(config, target, name_or_path)
-    tensors = named(config, checkpoint.read_tensors(folder), name_or_path)
+    stored = of_family(family, checkpoint.tensor_names(folder))
+    tensors = named(config, checkpoint.read_tensors(folder, set(stored)), name_or_path)
     check_heads(family, tensors, name_or_path)
     vocabulary = own_vocabulary(config, tensors, target, name_or_path)
     with torch.device("meta"):
@@ -168,6 +189,15 @@ def load_drafter(
     checkpoint.load_strictly(model, tensors, name_or_path)
     model.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     return drafter_like(target, loaded(name_or_path, model, vocabulary, folder))
+
+
+def folder_with_head(target: HFTarget) -> Path:
+    """Where the target's own MTP head lies. Raises UserError if it has none."""
+    folder = target.folder
+    config = {} if folder is None else checkpoint.read_json(folder / "config.json", target.name)
+    if folder is None or not is_mtp(config, lambda: checkpoint.tensor_names(folder)):
+        raise no_head(target.name)
+    return folder
 
 
 def override(raw: Json, family: str, gap_rows: GapRows | None, rope_theta: float | None) -> Json:
@@ -179,7 +209,7 @@ def override(raw: Json, family: str, gap_rows: GapRows | None, rope_theta: float
             raise UserError(f"gap_rows={gap_rows!r} does not apply to {family}, which leaves no gap; leave it out")
         said["gap_rows"] = gap_rows
     if rope_theta is not None:
-        if family in BLOCK_FAMILIES:
+        if family != "eagle3":
             raise UserError(
                 f"rope_theta={rope_theta:g} does not apply to {family}, which shares its target's base; correct "
                 "rope_theta in its config.json instead"

@@ -11,16 +11,19 @@ from torch import Tensor
 
 from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.host import HostDrafter
+from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.errors import UserError
 from dloop.gate import GateSum
 from dloop.judge import Match, Reject
 from dloop.loop import Limits
 from dloop.sampling import Sampling, fresh_seed
 from dloop.targets.hf import HFTarget
+from dloop.targets.recurrent import NO_BRANCHES
 from dloop.trees.shape import TreeShape
 from dloop.types import GREEDY_BELOW
 
 MOST_DEPTH = 1024  # tokens of a stage
+DEPTH_FLAGS = {"eagle3": "draft_depth", MTP_FAMILY: "mtp_k"}  # what says how many, by family
 
 Verify = Literal["auto", "match", "reject"]
 Budget = int | Literal["host"]
@@ -35,6 +38,7 @@ class TreeRule(NamedTuple):
     root: int = 0  # nodes of --tree-budget that are no drafts: EAGLE counts the root
 
 
+NO_TREES = TreeRule(0, 0, ())
 DARTREE = TreeRule(0, 0, ("tree_width", "tree_beta"))
 TREES = {
     "dflash": TreeRule(0, 64, ("topk_k",)),
@@ -89,9 +93,10 @@ def shaped(drafter: HostDrafter | None, settings: Settings) -> HostDrafter | Non
     if drafter is None:
         return None
     drafter = drafter.with_trees(trees_of(settings, drafter))
-    if settings.draft_depth is None or not isinstance(drafter, ChainDrafter):
+    if not isinstance(drafter, ChainDrafter):
         return drafter
-    return drafter.at_depth(operator.index(settings.draft_depth))
+    depth = getattr(settings, DEPTH_FLAGS[drafter.family])
+    return drafter if depth is None else drafter.at_depth(operator.index(depth))
 
 
 def trees_of(settings: Settings, drafter: HostDrafter) -> TreeShape | None:
@@ -177,11 +182,11 @@ def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_t
 
 def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafter | None) -> None:
     """Options that nothing here can honour are refused by name, never ignored."""
-    family = drafter.family if drafter else "plain decoding"
-    refuse_trees(settings, drafter)
+    refuse_trees(settings)
+    refuse_branches(settings, target, drafter)
+    if drafter is not None:
+        refuse_trees_of(settings, drafter.family)
     refuse_depth(settings, drafter)
-    if settings.mtp_k is not None:
-        raise UserError(f"mtp_k={settings.mtp_k} does not apply to {family}; leave it out")
     if settings.verify not in get_args(Verify):
         raise UserError(f"verify={settings.verify!r} is not known; choose one of {', '.join(get_args(Verify))}")
     if settings.exact is True and not target.is_exact:
@@ -191,8 +196,17 @@ def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafte
         )
 
 
-def refuse_trees(settings: Settings, drafter: HostDrafter | None) -> None:
-    """Raises UserError for a tree that nobody could draft, and for one that this drafter does not."""
+def refuse_branches(settings: Settings, target: HFTarget, drafter: HostDrafter | None) -> None:
+    """Raises UserError for a tree, asked for or the family's default, on a target that follows one path."""
+    rule = TREES.get(drafter.family if drafter else "", NO_TREES)
+    first, further = budget_of(settings.tree_budget, rule.first), budget_of(settings.stage_tree_budget, 0)
+    for name, nodes in (("tree_budget", first), ("stage_tree_budget", further)):
+        if nodes and not target.forks:
+            raise UserError(f"{name}={nodes}: {target.name} {NO_BRANCHES}")
+
+
+def refuse_trees(settings: Settings) -> None:
+    """Raises UserError for a tree that nobody could draft."""
     for name in ("tree_budget", "stage_tree_budget"):
         value = getattr(settings, name)
         try:
@@ -206,13 +220,11 @@ def refuse_trees(settings: Settings, drafter: HostDrafter | None) -> None:
             raise UserError(f"{name}={getattr(settings, name)} must be at least 1")
     if not (settings.tree_beta <= 0 and math.isfinite(settings.tree_beta)):
         raise UserError(f"tree_beta={settings.tree_beta} must be at most 0: a deeper node may not outrank its parent")
-    if drafter is not None:
-        refuse_trees_of(settings, drafter.family)
 
 
 def refuse_trees_of(settings: Settings, family: str) -> None:
     """Raises UserError for tree settings that do not fit the family, or one another."""
-    rule = TREES.get(family, TreeRule(0, 0, ()))
+    rule = TREES.get(family, NO_TREES)
     first = budget_of(settings.tree_budget, rule.first)
     if first and family not in TREES:
         raise UserError(f"tree_budget={first}: trees are not offered for {family}; use 0 or 'host' (a chain)")
@@ -237,11 +249,10 @@ def refuse_trees_of(settings: Settings, family: str) -> None:
 
 def refuse_depth(settings: Settings, drafter: HostDrafter | None) -> None:
     """Raises UserError for a depth that the drafter has not."""
-    depth = settings.draft_depth
-    if depth is None:
-        return
-    if not isinstance(drafter, ChainDrafter):
-        family = drafter.family if drafter else "plain decoding"
-        raise UserError(f"draft_depth={depth} does not apply to {family}; leave it out")
-    if not 1 <= depth <= MOST_DEPTH:
-        raise UserError(f"draft_depth={depth} must be at least 1 and at most {MOST_DEPTH}")
+    family = drafter.family if drafter else "plain decoding"
+    for flag in sorted(set(DEPTH_FLAGS.values())):
+        depth = getattr(settings, flag)
+        if depth is not None and DEPTH_FLAGS.get(family) != flag:
+            raise UserError(f"{flag}={depth} does not apply to {family}; leave it out")
+        if depth is not None and not 1 <= depth <= MOST_DEPTH:
+            raise UserError(f"{flag}={depth} must be at least 1 and at most {MOST_DEPTH}")

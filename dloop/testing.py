@@ -25,23 +25,29 @@ from dloop.drafters.dspark import DSpark
 from dloop.drafters.eagle3 import Eagle3, Eagle3Config
 from dloop.drafters.families import build, loaded, write_config
 from dloop.drafters.host import HostDrafter
+from dloop.drafters.mtp import FAMILY as MTP_FAMILY
+from dloop.drafters.mtp import read_mtp
 from dloop.export import Layout, in_layout
 from dloop.loop import Session, Task, run_many
 from dloop.targets.hf import HFTarget
+from dloop.targets.recurrent import RecurrentTarget, is_offered
 from dloop.train.batch import TrainBatch
 from dloop.train.objective import ObjectiveSettings
 from dloop.train.objectives import objective_of
 from dloop.types import FinishReason, First, GapRows, Round
 
-Kind = Literal["qwen3", "qwen2", "llama", "llama_tied"]
-KINDS: tuple[Kind, ...] = ("qwen3", "qwen2", "llama", "llama_tied")
+Kind = Literal["qwen3", "qwen2", "llama", "llama_tied", "qwen3_5"]
+KINDS: tuple[Kind, ...] = ("qwen3", "qwen2", "llama", "llama_tied")  # that can verify trees
+CHAIN_KINDS: tuple[Kind, ...] = ("qwen3_5",) if is_offered() else ()  # that cannot
 HIDDEN_SIZE = 32
+PARTIAL = {"partial_rotary_factor": 0.5, "mrope_section": [2, 0, 0], "mrope_interleaved": True}
 
 
 def tiny_target(kind: Kind = "qwen3", *, seed: int = 0, vocab_size: int = 97, num_layers: int = 4) -> HFTarget:
     """A random float32 target of 256 positions; its texts vary, and each weight, biases too, makes a difference."""
+    recurrent, tied = kind == "qwen3_5", kind.endswith("_tied")
     config = AutoConfig.for_model(  # pyright: ignore[reportUnknownMemberType]
-        kind.removesuffix("_tied"),
+        "qwen3_5_text" if recurrent else kind.removesuffix("_tied"),
         vocab_size=vocab_size,
         hidden_size=HIDDEN_SIZE,
         intermediate_size=2 * HIDDEN_SIZE,
@@ -50,17 +56,42 @@ def tiny_target(kind: Kind = "qwen3", *, seed: int = 0, vocab_size: int = 97, nu
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=256,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=kind.endswith("_tied"),
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0} | (PARTIAL if recurrent else {}),
+        tie_word_embeddings=tied,
         eos_token_id=None,
+        **(linear_layers(num_layers) if recurrent else {}),
     )
     model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))  # pyright: ignore[reportUnknownMemberType]
     fill(model, seed)
-    head, gain = ("lm_head", 4.0) if not kind.endswith("_tied") else ("model.embed_tokens", 0.7)
     with torch.no_grad():  # signs: a tied head would otherwise repeat the last token for ever
         model.get_parameter("model.norm.weight")[::3] *= -1
-        model.get_parameter(f"{head}.weight").mul_(gain)  # sure of its words
-    return HFTarget(name=f"tiny {kind}", model=model.eval().requires_grad_(False), stop_ids=frozenset())
+        model.get_parameter("model.embed_tokens.weight" if tied else "lm_head.weight").mul_(0.7 if tied else 4.0)
+    if recurrent:
+        settle_linear(model)
+    adapter = RecurrentTarget if recurrent else HFTarget
+    return adapter(name=f"tiny {kind}", model=model.eval().requires_grad_(False), stop_ids=frozenset())
+
+
+def linear_layers(num_layers: int) -> dict[str, object]:
+    """What Qwen3.5 adds to a config: layers of linear and of full attention in turn."""
+    return {
+        "layer_types": [("linear_attention", "full_attention")[i % 2] for i in range(num_layers)],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+
+
+@torch.no_grad()
+def settle_linear(model: nn.Module) -> None:
+    """Norms that add 1 to their weight have gains like the others; states forget slowly, so that a text counts."""
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight") and "linear_attn" not in name:
+            weight.sub_(1)
+        elif name.endswith(("A_log", "dt_bias")):
+            weight.sub_(3)
 
 
 def tiny_drafter(
@@ -91,12 +122,16 @@ def tiny_drafter(
     )
     if family == "eagle3":
         model = tiny_eagle3(shape).to(target.dtype)
+    elif family == MTP_FAMILY:
+        model = build(read_mtp(tiny_qwen35(target), "tiny")).to(target.dtype)
     else:
         label_shift = int(family == "dflash")
         shape |= {"num_layers": 2, "mask_token_id": target.vocab_size - 1, "gap_rows": gap_rows}
         shape |= {"block_size": stage_len + label_shift, "label_shift": label_shift}
         model = build(tiny_config(family, shape, head)).to(target.dtype)
     fill(model, seed=1)
+    if family == MTP_FAMILY:
+        settle_linear(model)
     drafter = loaded(f"tiny {family}", model.eval().requires_grad_(False), target.vocabulary)
     return drafter.at_depth(stage_len) if isinstance(drafter, ChainDrafter) else drafter
 
@@ -116,6 +151,26 @@ def tiny_config(family: str, shape: dict[str, object], head: MarkovHeadType | No
                 confidence_head=True,
                 confidence_with_markov=head is not None,
             )
+
+
+def tiny_qwen35(target: HFTarget) -> dict[str, object]:
+    """A Qwen3.5 config of this target's sizes, for a head."""
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "dtype": "float32",
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 2 * HIDDEN_SIZE,
+        "num_hidden_layers": target.num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": target.rope_theta, **PARTIAL},
+        "max_position_embeddings": target.context,
+        "mtp_num_hidden_layers": 1,
+    }
 
 
 def tiny_eagle3(shape: dict[str, object]) -> Eagle3:

@@ -5,10 +5,10 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 
 SIZE=${1:-}
-case "$SIZE" in
-4B | 8B) ;;
+case "|${SIZES:=4B|8B}|" in
+*"|$SIZE|"*) ;;
 *)
-    echo "usage: DATA=<jsonl> bash examples/$(basename "$0") 4B|8B" >&2
+    echo "usage: DATA=<jsonl> bash examples/$(basename "$0") $SIZES" >&2
     exit 2
     ;;
 esac
@@ -18,6 +18,9 @@ if [ -z "${DATA:-}" ]; then
 fi
 size=$(echo "$SIZE" | tr B b)
 
+TARGET=Qwen/Qwen3-$SIZE
+NAME=qwen3-$size
+TEMPLATE=qwen
 START=--draft-init-path
 OPTIMISER=(--learning-rate 6e-4 --warmup-ratio 0.04 --max-grad-norm 1.0 --seed 42)
 
@@ -25,14 +28,14 @@ OPTIMISER=(--learning-rate 6e-4 --warmup-ratio 0.04 --max-grad-norm 1.0 --seed 4
 train_host() {
     exec torchrun --nnodes "${NNODES:-1}" --node_rank "${NODE_RANK:-0}" --master_addr "${MASTER_ADDR:-127.0.0.1}" \
         --master_port "${MASTER_PORT:-29500}" --nproc_per_node "${NPROC_PER_NODE:-1}" "$ROOT/scripts/$2" \
-        --target-model-path "Qwen/Qwen3-$SIZE" \
+        --target-model-path "$TARGET" \
         --target-model-backend hf \
         "$START" "${CKPT:-$3}" \
         --train-data-path "$DATA" \
         --on-the-fly-loader \
-        --chat-template qwen \
+        --chat-template $TEMPLATE \
         --max-length "$4" \
-        --output-dir "./outputs/dloop-$1-qwen3-$size" \
+        --output-dir "./outputs/dloop-$1-$NAME" \
         --num-epochs 1 --batch-size 1 \
         "${OPTIMISER[@]}" \
         --attention-backend flex_attention \

@@ -26,6 +26,7 @@ from dloop.diagnosis.intake import take_in
 from dloop.drafters.chain import ChainDrafter, ChainMemory
 from dloop.drafters.draft_vocab import most_frequent
 from dloop.drafters.eagle3 import published_taps, read_eagle3
+from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.errors import UserError
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate
 from dloop.judge import Match
@@ -33,9 +34,10 @@ from dloop.loop import Limits, Session, decode
 from dloop.sampling import Sampling
 from dloop.settings import Settings
 from dloop.targets.hf import HFTarget
-from dloop.testing import gather, taught_drafter, tiny_drafter, tiny_target, write_drafter, write_target
+from dloop.testing import CHAIN_KINDS, gather, taught_drafter, tiny_drafter, tiny_target, write_drafter, write_target
 from dloop.train.batch import TrainBatch
 from dloop.train.objective import ObjectiveSettings
+from dloop.train.objectives import objective_of
 from dloop.train.trainer import length_at
 from dloop.train.unroll import Unroll, UnrollObjective
 from dloop.types import Features, Stage, StageRequest
@@ -324,7 +326,7 @@ def test_scores_and_laws_are_of_the_draft_vocabulary(target):
     memory.extend(0, 0, PROMPT, target.open(drafter.taps).prefill(0, PROMPT).features)
     sampling = Sampling(temperature=0.7, top_k=9, seed=3)
     logits, listened = [], model.logits
-    model.logits = lambda states: logits.append(listened(states)) or logits[-1]
+    model.logits = lambda *given: logits.append(listened(*given)) or logits[-1]
     stage = memory.draft([StageRequest(slot=0, anchor=1, index=0, sampling=sampling)])[0]
     logp = torch.stack(logits).float().log_softmax(-1)
     assert logp.shape == (K, len(model.kept)) and len(model.kept) < VOCAB
@@ -386,14 +388,17 @@ def decode_lawfully(target: HFTarget, memory: ChainMemory, judge, *, max_stages:
     return done
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama_tied"])
-def test_the_memory_holds_verified_rows_alone_whatever_was_accepted(kind):
+CHAINS = [("eagle3", "qwen3"), ("eagle3", "llama_tied"), *((MTP_FAMILY, kind) for kind in ("qwen3", *CHAIN_KINDS))]
+
+
+@pytest.mark.parametrize(("family", "kind"), CHAINS)
+def test_the_memory_holds_verified_rows_alone_whatever_was_accepted(family, kind):
     """0, 1, ..., S * k tokens of a round."""
     target, counts = tiny_target(kind, num_layers=4), [0, 9, 4, 1, 6, 2, 8, 5, 3, 7]
     judge = Forced(counts=counts)
     decode_lawfully(
         target,
-        tiny_drafter(target, family="eagle3", stage_len=K).open(),
+        tiny_drafter(target, family=family, stage_len=K).open(),
         judge,
         max_stages=3,
         gate=ALWAYS_OPEN,
@@ -402,10 +407,11 @@ def test_the_memory_holds_verified_rows_alone_whatever_was_accepted(kind):
     assert sum(len(draft.drafted) == 3 * K for draft in judge.drafts) >= len(counts), "each count met three stages"
 
 
+@pytest.mark.parametrize("family", ["eagle3", MTP_FAMILY])
 @pytest.mark.parametrize("gate", [NEVER_OPENS, -2.0, ALWAYS_OPEN])
-def test_the_memory_law_in_a_real_decode(target, gate):
+def test_the_memory_law_in_a_real_decode(target, gate, family):
     text = dloop.generate_autoregressive(target, PROMPT, 30).tokens
-    drafter = taught_drafter(target, [PROMPT + text], family="eagle3", stage_len=K)
+    drafter = taught_drafter(target, [PROMPT + text], family=family, stage_len=K)
     done = decode_lawfully(target, drafter.open(), Match(Sampling()), max_stages=4, gate=gate, length=30)
     assert done.tokens == text
     assert max(r.accepted for r in done.rounds) >= K and min(r.accepted for r in done.rounds) < K
@@ -420,7 +426,9 @@ class KeepsDraftedRows(ChainMemory):
             kept = min(len(tokens), state.memory.length - state.memory.committed)
             state.memory.committed += kept
             state.memory.drop_tail()
-            state.tokens, state.taps = [*state.tokens, *tokens][kept:], torch.cat([state.taps, features.taps])[kept:]
+            state.tokens = [*state.tokens, *tokens][kept:]
+            read = self.drafter.model.reads(features.taps, features.last)
+            state.features = torch.cat([state.features, read])[kept:]
             return
         super().extend(slot, position, tokens, features)
 
@@ -432,9 +440,10 @@ class OnePositionLate(ChainMemory):
         return super()._rows(state, states, tokens, position + (position >= len(PROMPT)))
 
 
+@pytest.mark.parametrize("family", ["eagle3", MTP_FAMILY])
 @pytest.mark.parametrize("planted", [KeepsDraftedRows, OnePositionLate])
-def test_a_memory_that_breaks_the_law_is_caught(target, planted):
-    memory = planted(tiny_drafter(target, family="eagle3", stage_len=K))
+def test_a_memory_that_breaks_the_law_is_caught(target, planted, family):
+    memory = planted(tiny_drafter(target, family=family, stage_len=K))
     with pytest.raises(AssertionError, match="keys or values"):
         decode_lawfully(target, memory, Forced([2]), max_stages=3, gate=ALWAYS_OPEN, length=12)
 
@@ -476,21 +485,23 @@ def random_batch(target: HFTarget, lengths: list[int], width: int) -> TrainBatch
     return TrainBatch(tokens * inside, inside & (torch.arange(width) >= 4), held, torch.zeros(len(lengths)).long())
 
 
-def double(target: HFTarget) -> ChainDrafter:
-    drafter = tiny_drafter(target, family="eagle3", stage_len=1)
+def double(target: HFTarget, family: str = "eagle3") -> ChainDrafter:
+    drafter = tiny_drafter(target, family=family, stage_len=1)
     drafter.model.double()
     return replace(drafter, vocabulary=target.vocabulary)
 
 
+@pytest.mark.parametrize(("family", "kind"), CHAINS)
 @pytest.mark.parametrize("rows", [512, 7], ids=["one piece", "pieces"])
-def test_the_unroll_is_the_deployed_chain_in_float64(rows, monkeypatch):
+def test_the_unroll_is_the_deployed_chain_in_float64(rows, family, kind, monkeypatch):
     """Every depth of an unroll of three host stages, with the ground truth as drafted tokens."""
     monkeypatch.setattr("dloop.train.unroll.ROWS", rows)
-    target = tiny_target("qwen3", num_layers=4, seed=1)
+    target = tiny_target(kind, num_layers=4, seed=1)
     target.model.double()
-    drafter, batch = double(target), random_batch(target, [40, 33], 40)
+    drafter, batch = double(target, family), random_batch(target, [40, 33], 40)
     features = target.features(batch.tokens, drafter.taps)
-    unroll = Unroll.begin(drafter.model, drafter.vocabulary, batch, features.taps)
+    read = drafter.model.reads(features.taps, features.last)
+    unroll = Unroll.begin(drafter.model, drafter.vocabulary, batch, read)
     states = [unroll.forward() for _ in range(21)]
     for sample in range(2):
         for start in (1, 5, 12):
@@ -504,15 +515,16 @@ def test_the_unroll_is_the_deployed_chain_in_float64(rows, monkeypatch):
                 assert worst < 1e-9, f"step {step}, start {start}: {worst}"
 
 
-def test_rows_in_pieces_give_the_same_gradients(monkeypatch):
+@pytest.mark.parametrize("family", ["eagle3", MTP_FAMILY])
+def test_rows_in_pieces_give_the_same_gradients(monkeypatch, family):
     target = tiny_target("qwen3", num_layers=4, seed=1)
     target.model.double()
     batch, found = random_batch(target, [40, 33], 40), []
     for rows in (512, 7):
         monkeypatch.setattr("dloop.train.unroll.ROWS", rows)
-        drafter = double(target)
+        drafter = double(target, family)
         features = target.features(batch.tokens, drafter.taps)
-        objective = UnrollObjective(drafter.model.requires_grad_(True), drafter.vocabulary, ObjectiveSettings())
+        objective = objective_of(drafter.model.requires_grad_(True), drafter.vocabulary, ObjectiveSettings())
         objective(batch, features, 9).total.backward()
         found.append({name: p.grad for name, p in drafter.model.named_parameters()})
     for name, gradient in found[0].items():
@@ -684,7 +696,7 @@ def test_flags_of_eagle3_are_refused_for_blocks(home, target, capsys):
     for more in (["--ttt-length-dist", "7"], ["--loss-mask-shift", "1"]):
         words = command(home, "--draft-init-path", str(home / "block"), "--max-steps", "1", "--num-anchors", "2", *more)
         assert entry(["train", *words]) == 2
-        assert f"{more[0]} {more[1]} is for eagle3, this drafter is dspark" in capsys.readouterr().err
+        assert f"{more[0]} {more[1]} is for eagle3 and mtp-qwen3.5, this drafter is dspark" in capsys.readouterr().err
 
 
 def test_a_base_named_in_training_is_written_and_needs_no_flag_afterwards(home, target, capsys):
@@ -724,7 +736,7 @@ def test_the_published_flags_and_defaults_arrive(capsys):
 
 def test_what_is_not_offered_is_refused_with_the_way_out():
     given = {
-        "mtp": "qwen3.5", "is_preformatted": None, "train_only_last_turn": None, "is_vlm": None, "total_steps": "5",
+        "mtp": "gemma4", "is_preformatted": None, "train_only_last_turn": None, "is_vlm": None, "total_steps": "5",
         "trust_remote_code": None, "embedding_key": "x", "lm_head_key": "x", "lk_loss_type": "alpha", "kl_scale": "2.0",
         "kl_decay": "2.0", "tp_size": "2", "sp_ulysses_size": "2", "sp_ring_size": "2", "shard_target_output": None,
         "train_hidden_states_path": "x", "eval_data_path": "x", "eval_hidden_states_path": "x",

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import dloop
 from dloop.batch import generate_many
-from dloop.detect import FAMILIES
 from dloop.drafters.host import HostDrafter
 from dloop.fast.drafter import FastBlockDrafter
 from dloop.fast.target import FastTarget
@@ -19,7 +18,7 @@ from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate
 from dloop.judge import Match
 from dloop.loop import Limits, Session, decode
 from dloop.sampling import Sampling
-from dloop.settings import Settings
+from dloop.settings import TREES, Settings
 from dloop.targets.hf import HFMemory, HFTarget
 from dloop.testing import gather, taught_drafter, tiny_drafter, tiny_target
 from dloop.trees.beam import Children, beam, packed
@@ -216,7 +215,7 @@ def target() -> HFTarget:
     return tiny_target(num_layers=3, vocab_size=61)  # a DARTree's candidates are then the whole vocabulary
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=tuple(TREES))
 def taught(request, target) -> Taught:
     greedy = dloop.generate_autoregressive(target, PROMPT, LENGTH).tokens
     drawn = [dloop.generate_autoregressive(target, PROMPT, LENGTH, seed=s, **LAW).tokens for s in (0, 1)]
@@ -343,7 +342,7 @@ def test_a_further_eagle_stage_stands_on_the_rows_of_its_path_alone(target):
         state.hidden = other._read(state, torch.tensor([3]))
         for step, token in enumerate(path):
             state.hidden = other._rows(state, state.hidden, torch.tensor([token]), len(PROMPT) + step)
-        logp = model.logits(state.hidden[0, 0]).log_softmax(-1)
+        logp = model.logits(state.hidden[0, 0], drafter.vocabulary).log_softmax(-1)
     found = {
         token: value
         for token, value, parent in zip(second.tokens, second.logp, second.parents, strict=True)
@@ -396,7 +395,7 @@ def test_trees_of_many_sequences_travel_together(taught):
         assert timeless(completion.rounds) == timeless(alone.rounds)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tuple(TREES))
 @pytest.mark.parametrize("words", [{"stage_len": 1}, {"head": "gated"}, {"head": "rnn"}, {"head": None}], ids=str)
 def test_stages_of_one_token_and_every_markov_head(target, family, words):
     if "head" in words and family != "dspark":

@@ -14,10 +14,12 @@ T = TypeVar("T")
 ACCUMULATION = "--draft-accumulation-steps"
 ONE_DEVICE = "the target runs on one device; leave it out"
 NO_EVALUATION = "leave it out, and measure a checkpoint on prompts: dloop generate --draft-model ..."
+BUILT_IN = "mtp"
+HOST_LENGTH = {None: 7, "qwen3.5": 3}  # of an unroll, by --mtp
 OWN_LOSS = "the objective is the published cross-entropy with the target's law; leave it out"
 # field -> (values that are taken, the way out for all others)
 TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
-    "mtp": ((None,), "only EAGLE-3 drafters are trained so far; leave it out"),
+    "mtp": ((None, "qwen3.5"), "Gemma 4's assistant is not trained so far; leave it out"),
     "is_preformatted": ((False,), "give conversations with roles, or tokens (.npz)"),
     "train_only_last_turn": ((False,), "every answer is a label; leave it out, or cut the conversations"),
     "is_vlm": ((False,), "targets read text alone; leave it out"),
@@ -42,14 +44,16 @@ TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Published(Command):
-    """Train an EAGLE-3 drafter with the published flags and their published defaults; forwards to `dloop train`.
+    """Train an EAGLE-3 drafter, or an MTP head (--mtp), with the published flags and defaults, through `dloop train`.
 
     Start from a checkpoint (--ckpt-dir, whose vocabulary map is kept) or from a config (--draft-model-config).
     """
 
     ckpt_dir: str | None = option(None, "EAGLE-3 checkpoint to start from; its vocabulary map is kept", group="models")
     draft_model_config: Path | None = option(None, "config.json of a new drafter", group="models")
-    mtp: Literal["qwen3.5", "gemma4"] | None = option(None, "train an MTP head instead", group=FORMER)
+    mtp: Literal["qwen3.5", "gemma4"] | None = option(
+        None, "train an MTP head instead: the target's built-in one, or that of --ckpt-dir", group="models"
+    )
     chat_template: Literal["model", "qwen", "llama3"] = option(  # pyright: ignore[reportIncompatibleVariableOverride]
         "llama3", "how conversations are written; name one, the published llama3 is not offered", group="data"
     )
@@ -62,8 +66,12 @@ class Published(Command):
     max_grad_norm: float = option(0.5, "gradients are clipped to this global norm", group="run")
     seed: int = option(0, "of the order of the data and the lengths", group="run")
     save_interval: int = option(5000, "steps between checkpoints", group="run")
-    ttt_length: int = option(7, "length of the unroll where --ttt-length-dist is not given", group="objective")
-    ttt_length_dist: tuple[int, ...] = option((), "lengths of the unroll, one drawn each step", group="objective")
+    ttt_length: int | None = option(
+        None, "length of the unroll without --ttt-length-dist; 7 for EAGLE-3, 3 for Qwen3.5", group="objective"
+    )
+    ttt_length_dist: tuple[int, ...] | None = option(
+        None, "lengths of the unroll, one drawn each step", group="objective"
+    )
     attention_backend: Literal["sdpa", "flex_attention", "eager", "fa"] = option(
         "flex_attention", "taken, and told what is used instead: PyTorch's own", group="speed"
     )
@@ -104,9 +112,12 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
     if is_text and command.chat_template == "llama3":
         raise UserError("--chat-template llama3 is not offered: name qwen (for Qwen3) or model (the target's own)")
     tell(prog, command.attention_backend, on_the_fly=command.on_the_fly_loader)
+    start = merged("--draft-init-path", command.draft_init_path, "--ckpt-dir", command.ckpt_dir, None)
+    if command.mtp is not None:
+        start = head_of(command, start)
     meant = replace(
         command,
-        draft_init_path=merged("--draft-init-path", command.draft_init_path, "--ckpt-dir", command.ckpt_dir, None),
+        draft_init_path=start,
         draft_config_path=merged(
             "--draft-config-path", command.draft_config_path, "--draft-model-config", command.draft_model_config, None
         ),
@@ -115,9 +126,26 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
             "--accumulation-steps", command.accumulation_steps, ACCUMULATION, command.draft_accumulation_steps, 1
         ),
         chat_template=command.chat_template if is_text else "model",
-        ttt_length_dist=command.ttt_length_dist or (command.ttt_length,),
+        ttt_length_dist=command.ttt_length_dist or (command.ttt_length or HOST_LENGTH[command.mtp],),
     )
     return as_command(meant)
+
+
+def head_of(command: Published, start: str | None) -> str:
+    """The MTP head to start from. Raises UserError where something else is named."""
+    if command.draft_model_config is not None or command.draft_config_path is not None:
+        raise UserError(f"--mtp {command.mtp} trains a head that is there, not one of a config; leave the config out")
+    if start in (None, BUILT_IN):
+        return BUILT_IN
+    from dloop import checkpoint  # torch only from here on
+    from dloop.detect import MTP_FAMILY, detect_family
+
+    folder = checkpoint.resolve(start, None, "--ckpt-dir")
+    raw = checkpoint.read_json(folder / "config.json", start)
+    family = detect_family(raw, start, lambda: checkpoint.tensor_names(folder))
+    if family != MTP_FAMILY:
+        raise UserError(f"--mtp {command.mtp}: {start} is a drafter of {family}; give a head, or leave out --mtp")
+    return start
 
 
 def merged(ours: str, value: T, theirs: str, given: T, default: T) -> T:

@@ -24,7 +24,7 @@ class Decoding(Common):
 
     model: str = required("target: a folder, a hub id owner/name, or smollm2 (small, fetched once)", group=MODELS)
     draft_model: str | None = option(
-        None, "drafter: a folder, a hub id, or demo (for smollm2, its default)", group=MODELS
+        None, "drafter: a folder, a hub id, demo (for smollm2, its default), or mtp (Qwen3.5's own head)", group=MODELS
     )
     baseline: bool = option(False, "plain decoding, without a drafter", group=MODELS)
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "arithmetic of both models", group=MODELS)
@@ -77,7 +77,7 @@ class Decoding(Common):
     draft_rope_theta: float | None = option(
         None, "RoPE base that the drafter was trained with, where its config says another (EAGLE-3)", group=TREES
     )
-    mtp_k: int | None = option(None, "drafting steps of a stage (MTP)", group=TREES)
+    mtp_k: int | None = option(None, "drafting steps of a stage (MTP); 3 by default for Qwen3.5", group=TREES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,16 @@ from dloop.cli.args import Common, option, required
 class Command(Common):
     """Train a drafter for a target: the host's own objective, and a loop stage in the layout decoding runs.
 
-    The drafter decides the family: DFlash, DSpark, Domino or EAGLE-3.
+    The drafter decides the family: DFlash, DSpark, Domino, EAGLE-3 or Qwen3.5's MTP head.
     Start from a drafter (--draft-init-path) or from the target's own layers (--draft-config-path, --init-layers).
     Checkpoints epoch_E_step_S in --output-dir load as --draft-model. Ctrl-C saves; --resume goes on exactly there.
     """
 
     target_model_path: str = required("the target: smollm2, a folder or a hub id", group="models")
     target_model_backend: Literal["hf", "sglang"] = option("hf", "hf runs the target in the trainer", group="models")
-    draft_init_path: str | None = option(None, "drafter to start from: its config and weights", group="models")
+    draft_init_path: str | None = option(
+        None, "drafter to start from: its config and weights; mtp is the target's built-in head", group="models"
+    )
     draft_config_path: Path | None = option(None, "config.json of a new drafter", group="models")
     init_layers: tuple[int, ...] | None = option(
         None,
@@ -76,14 +78,15 @@ class Command(Common):
     dloop_loss_weight: float = option(
         0.25, "loss = (1 - w) host + w loop; DFlash takes one mean over both instead", group="objective"
     )
-    ttt_length_dist: tuple[int, ...] = option(
-        (7, 14, 21),
-        "EAGLE-3: lengths of the unroll, one drawn each step; one number trains the host alone",
+    ttt_length_dist: tuple[int, ...] | None = option(
+        None,
+        "EAGLE-3, MTP: lengths of the unroll, one drawn each step; one number trains the host alone; by default one, "
+        "two or three stages: 7,14,21 for EAGLE-3, 3,6,9 for Qwen3.5's head",
         group="objective",
     )
     loss_mask_shift: int = option(
         0,
-        "EAGLE-3: a row counts if the token of its features (0, as published) or the one after (1) is a label",
+        "EAGLE-3, MTP: a row counts if the token of its features (0, as published) or the one after (1) is a label",
         group="objective",
     )
     gap_rows: Literal["producing", "position", "anchor_included"] | None = option(

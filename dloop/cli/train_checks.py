@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from dloop.cli.train import Command
-from dloop.detect import BLOCK_FAMILIES
+from dloop.detect import BLOCK_FAMILIES, CHAIN_FAMILIES
 from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
@@ -46,8 +46,8 @@ FAMILIES_OF: dict[str, tuple[str, ...]] = {  # flags that some objectives have n
     "dloop_max_stage": BLOCK_FAMILIES,
     "gap_rows": BLOCK_FAMILIES,
     "init_layers": BLOCK_FAMILIES,
-    "ttt_length_dist": ("eagle3",),
-    "loss_mask_shift": ("eagle3",),
+    "ttt_length_dist": CHAIN_FAMILIES,
+    "loss_mask_shift": CHAIN_FAMILIES,
     "draft_rope_theta": ("eagle3",),
 }
 
@@ -84,8 +84,9 @@ def refuse_numbers(command: Command) -> None:
         value = getattr(command, name)
         if not holds(value):
             raise UserError(f"--{name.replace('_', '-')} {value} must be {words}")
-    if not command.ttt_length_dist or not all(1 <= length <= MOST_STEPS for length in command.ttt_length_dist):
-        given = spelled(command.ttt_length_dist)
+    lengths = command.ttt_length_dist
+    if lengths is not None and not (lengths and all(1 <= length <= MOST_STEPS for length in lengths)):
+        given = spelled(lengths)
         raise UserError(f"--ttt-length-dist {given} must be lengths from 1 to {MOST_STEPS}, such as 7,14,21")
 
 

@@ -110,7 +110,7 @@ def settings_of(command: Command, data: TokenFile, config: HostConfig) -> TrainS
         max_grad_norm=command.max_grad_norm,
         accumulation_steps=command.accumulation_steps,
         dloop_max_stage=command.dloop_max_stage,
-        ttt_lengths=() if isinstance(config, BlockConfig) else command.ttt_length_dist,
+        ttt_lengths=() if isinstance(config, BlockConfig) else command.ttt_length_dist or published_lengths(config),
         seed=command.seed,
         log_interval=command.log_interval,
         save_interval=command.save_interval,
@@ -119,6 +119,11 @@ def settings_of(command: Command, data: TokenFile, config: HostConfig) -> TrainS
         return replace(settings, num_steps=command.max_steps)
     check(settings)
     return replace(settings, num_steps=steps_of_epochs(command.num_epochs, data, settings))
+
+
+def published_lengths(config: HostConfig) -> tuple[int, ...]:
+    """Unrolls of one, two and three of the host's stages."""
+    return tuple(config.stage_len * stages for stages in (1, 2, 3))
 
 
 def build_step(

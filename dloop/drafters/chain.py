@@ -22,7 +22,7 @@ from dloop.sampling import Draw, Drawn
 from dloop.trees.beam import Children, Frontier, beam, best_children, packed
 from dloop.trees.dynamic import candidates, deepest_path, frontier_places, rerank
 from dloop.trees.tree import with_spine
-from dloop.types import Features, Stage, StageRequest
+from dloop.types import Features, Stage, StageRequest, Vocabulary
 
 # From rotated queries and the rows' own keys and values to what each head mixed: the caller knows what a row sees.
 Attend = Callable[[Float[Tensor, "B H n d"], KeyValues], Float[Tensor, "B H n d"]]
@@ -34,6 +34,10 @@ class ChainModel(HostModel):
     The row at position t joins a state of position t with the embedding of the token at t+1, and predicts the one at
     t+2. Rows of verified positions read the target's features, drafted ones the state of the row before.
     """
+
+    def reads(self, taps: Float[Tensor, "*n F"], last: Float[Tensor, "*n D"]) -> Float[Tensor, "*n _"]:
+        """What of the target's features its rows read: the tapped layers, or the last state."""
+        return taps
 
     @abstractmethod
     def first(self, features: Float[Tensor, "B n F"]) -> Float[Tensor, "B n D"]:
@@ -50,22 +54,28 @@ class ChainModel(HostModel):
         """The one row arithmetic: what each row hands to the next one. Training and decoding differ in `attend`."""
 
     @abstractmethod
-    def logits(self, states: Float[Tensor, "... D"]) -> Float[Tensor, "... W"]:
-        """Over the head's own vocabulary."""
+    def logits(self, states: Float[Tensor, "... D"], vocabulary: Vocabulary) -> Float[Tensor, "... W"]:
+        """Over the head's own vocabulary; `vocabulary` is the target's, for those that share its head."""
 
     @property
     @abstractmethod
-    def kept(self) -> Int[Tensor, " W"]:
-        """The target's ids of the tokens in the head's vocabulary."""
+    def kept(self) -> Int[Tensor, " W"] | None:
+        """The target's ids of the tokens in the head's vocabulary; None: all, each with its own id."""
+
+    def told(self, tokens: Int[Tensor, "*k"]) -> Int[Tensor, "*k"]:
+        """The target's ids of tokens of the head's vocabulary."""
+        return tokens if self.kept is None else self.kept[tokens]
 
     def propose(self, logits: Float[Tensor, "k W"], drawn: Drawn) -> Proposal:
         """A stage from its rows' logits and picks: measured over the head's vocabulary, told in the target's ids."""
         found = measure(logits, drawn)
         probs = None if found.probs is None else self.spread(found.probs)
-        return found._replace(tokens=self.kept[found.tokens], probs=probs)
+        return found._replace(tokens=self.told(found.tokens), probs=probs)
 
     def spread(self, probs: Float32[Tensor, "k W"]) -> Float32[Tensor, "k V"]:
         """A law over the target's vocabulary: tokens that the head does not know have no chance."""
+        if self.kept is None:
+            return probs
         return probs.new_zeros(len(probs), self.config.vocab_size).index_copy_(1, self.kept, probs)
 
 
@@ -96,11 +106,11 @@ class ChainDrafter(HostDrafter):
 
 @dataclass
 class SlotState:
-    """One sequence. The row of a verified position waits for the token after it: `tokens` and `taps` are the
+    """One sequence. The row of a verified position waits for the token after it: `tokens` and `features` are the
     positions without a committed row; after a round's first stage only the last, whose row stands in the tail.
     """
 
-    taps: Float[Tensor, "n F"]
+    features: Float[Tensor, "n F"]
     memory: SlotMemory = field(default_factory=SlotMemory)
     tokens: list[int] = field(default_factory=list[int])
     hidden: Float[Tensor, "1 1 D"] | None = None  # of the row that gave the last drafted token
@@ -128,13 +138,14 @@ class ChainMemory:
 
     def extend(self, slot: int, position: int, tokens: list[int], features: Features) -> None:
         """Only stores: the rows are made by the next `draft`, in the same forward as its first token."""
+        read = self.drafter.model.reads(features.taps, features.last)
         if position == 0:
-            self.slots[slot] = SlotState(features.taps[:0])
+            self.slots[slot] = SlotState(read[:0])
         state = self.slots[slot]
         state.memory.drop_tail()
         assert state.verified == position
         state.tokens += tokens
-        state.taps = torch.cat([state.taps, features.taps])  # a copy: a target may answer into the same memory again
+        state.features = torch.cat([state.features, read])  # a copy: a target may answer into the same memory again
 
     def draft(self, requests: Sequence[StageRequest]) -> list[Stage]:
         """One stage a request; this twin answers them one after the other."""
@@ -144,7 +155,7 @@ class ChainMemory:
     def _stage(self, request: StageRequest) -> Stage:
         state, nodes = self.slots[request.slot], self.drafter.nodes(request.index)
         anchor = state.verified + request.index * self.stage_len  # its position
-        token = torch.tensor([request.anchor], device=state.taps.device)
+        token = torch.tensor([request.anchor], device=state.features.device)
         if request.index == 0:
             state.hidden = self._read(state, token)
         else:
@@ -159,12 +170,11 @@ class ChainMemory:
         """The stage after the row that read the anchor: one more row a token."""
         assert state.hidden is not None
         model, logits, drawn = self.drafter.model, list[Tensor](), list[Drawn]()
-        kept = model.kept
         for row in range(self.stage_len):
             if row:
-                token = kept[drawn[-1].token][None]
+                token = model.told(drawn[-1].token)[None]
                 state.hidden = self._rows(state, state.hidden, token, anchor + row - 1)
-            logits.append(model.logits(state.hidden[0, 0]))
+            logits.append(model.logits(state.hidden[0, 0], self.drafter.vocabulary))
             drawn.append(draw(logits[-1], row))
         return read_out(model.propose(torch.stack(logits), stacked(drawn)))
 
@@ -172,7 +182,7 @@ class ChainMemory:
         """EAGLE-3's dynamic tree; its spine is the best path of full depth, whose rows alone stay in the tail."""
         assert state.hidden is not None and self.drafter.trees is not None
         model, topk, base = self.drafter.model, self.drafter.trees.topk, state.memory.length
-        made, seen, kept = [state.hidden[0]], token.new_zeros(1, 0, dtype=torch.bool), model.kept
+        made, seen = [state.hidden[0]], token.new_zeros(1, 0, dtype=torch.bool)
 
         def expand(depth: int, frontier: Frontier) -> Children:
             nonlocal seen
@@ -184,7 +194,8 @@ class ChainMemory:
                 states, position = made[-1][frontier.parents][None], anchor + depth - 1
                 at = torch.full((1, count), position, device=token.device)
                 made.append(self._attend(state, states, frontier.tokens, at, mask)[0])
-            return best_children(model.logits(made[-1]).float().log_softmax(-1), kept, topk)
+            logits = model.logits(made[-1], self.drafter.vocabulary)
+            return best_children(logits.float().log_softmax(-1), model.kept, topk)
 
         levels = beam(token, self.stage_len, topk, expand)
         parts = packed(levels).tolist()  # sync
@@ -206,10 +217,10 @@ class ChainMemory:
         """Make the rows of all waiting positions; the last, which reads the anchor, stays in the tail."""
         state.memory.drop_tail()
         tokens = torch.cat([torch.tensor(state.tokens[1:], device=anchor.device, dtype=anchor.dtype), anchor])
-        features = self.drafter.model.first(state.taps[None])
+        features = self.drafter.model.first(state.features[None])
         hidden = self._rows(state, features, tokens, state.memory.committed)
         state.memory.commit(short=1)
-        state.tokens, state.taps = state.tokens[-1:], state.taps[-1:].clone()
+        state.tokens, state.features = state.tokens[-1:], state.features[-1:].clone()
         return hidden[:, -1:]
 
     def _rows(

@@ -16,6 +16,7 @@ from dloop.drafters.chain import Attend, ChainModel
 from dloop.drafters.config import Json, Reader, fully_attends
 from dloop.drafters.host import HostConfig
 from dloop.drafters.layers import MLP, Attention, RMSNorm, Rotary
+from dloop.types import Vocabulary
 
 DEPTH = 7  # tokens of a chain: the length of the published training-time test
 TREE_DEPTH = 8  # levels of a tree: the published depth argument 7 counts the expansions after the first level
@@ -202,7 +203,7 @@ class Eagle3(ChainModel):
     ) -> Float[Tensor, "B n D"]:
         return self.midlayer(states, embedded, Rotary.at(positions, self.config, states.dtype), attend)
 
-    def logits(self, states: Float[Tensor, "... D"]) -> Float[Tensor, "... W"]:
+    def logits(self, states: Float[Tensor, "... D"], vocabulary: Vocabulary) -> Float[Tensor, "... W"]:
         return self.lm_head(self.norm(states))
 
     @property

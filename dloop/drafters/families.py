@@ -1,6 +1,6 @@
 """The families of drafters: what reads and writes a config, the model that fits it, a loaded drafter of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -14,6 +14,8 @@ from dloop.drafters.draft_vocab import with_maps
 from dloop.drafters.dspark import DSpark
 from dloop.drafters.eagle3 import Eagle3, Eagle3Config, read_eagle3, write_eagle3
 from dloop.drafters.host import HostConfig, HostDrafter, HostModel
+from dloop.drafters.mtp import FAMILY as MTP_FAMILY
+from dloop.drafters.mtp import MTP, MTPConfig, head_names, read_mtp, with_prefix, write_mtp
 from dloop.types import Vocabulary
 
 READERS: Mapping[str, Callable[[Json, str], HostConfig]] = {
@@ -21,6 +23,7 @@ READERS: Mapping[str, Callable[[Json, str], HostConfig]] = {
     "dspark": read_dspark,
     "domino": read_domino,
     "eagle3": read_eagle3,
+    MTP_FAMILY: read_mtp,
 }
 
 
@@ -35,6 +38,8 @@ def build(config: HostConfig) -> HostModel:
             return DFlash(config)
         case Eagle3Config():
             return Eagle3(config)
+        case MTPConfig():
+            return MTP(config)
         case _:
             raise TypeError(f"{type(config).__name__} is the config of no family")
 
@@ -46,6 +51,8 @@ def write_config(config: HostConfig, dtype: str) -> dict[str, object]:
             return write_block(config, dtype)
         case Eagle3Config():
             return write_eagle3(config, dtype)
+        case MTPConfig():
+            return write_mtp(config, dtype)
         case _:
             raise TypeError(f"{type(config).__name__} is the config of no family")
 
@@ -57,8 +64,15 @@ def named(config: HostConfig, tensors: Mapping[str, Tensor], source: str) -> dic
             return present_names(tensors)
         case Eagle3Config():
             return with_maps(tensors, config.draft_vocab_size, config.vocab_size, source)
+        case MTPConfig():
+            return with_prefix(tensors)
         case _:
             return dict(tensors)
+
+
+def of_family(family: str, names: Iterable[str]) -> list[str]:
+    """The tensors of a checkpoint that are the drafter's: an MTP head may lie among its target's."""
+    return head_names(names) if family == MTP_FAMILY else list(names)
 
 
 def loaded(name: str, model: HostModel, vocabulary: Vocabulary, folder: Path | None = None) -> HostDrafter:

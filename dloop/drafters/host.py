@@ -19,6 +19,7 @@ class HostConfig:
     family: ClassVar[str]
     architecture: ClassVar[str]  # what the family's published layout calls its model
     own_head: ClassVar[bool] = False  # whether it has an output matrix of its own, not the target's
+    reads_layers: ClassVar[bool] = True  # whether it taps layers of the target; else it reads the last state alone
 
     hidden_size: int
     intermediate_size: int
@@ -44,6 +45,11 @@ class HostConfig:
     def tree_len(self) -> int:
         """Depth of one stage's tree, as the family was published."""
         return self.stage_len
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading dimensions of a head that turn with the position."""
+        return self.head_dim
 
     @property
     def feature_size(self) -> int:

@@ -15,23 +15,26 @@ from dloop.drafters.memory import KeyValues, join
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of some positions, ready to be applied to [B, H, n, d]."""
+    """Cosines and sines of some positions, ready to be applied to the first r dimensions of [B, H, n, d]."""
 
-    cos: Float[Tensor, "B 1 n d"]
-    sin: Float[Tensor, "B 1 n d"]
+    cos: Float[Tensor, "B 1 n r"]
+    sin: Float[Tensor, "B 1 n r"]
 
     @classmethod
     def at(cls, positions: Int[Tensor, "B n"], config: HostConfig, dtype: torch.dtype) -> "Rotary":
         """Rotate-half RoPE; angles in float32 at least, for any position, cast like the states afterwards."""
         wide = torch.promote_types(dtype, torch.float32)
-        steps = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=wide)
-        frequencies = 1.0 / config.rope_theta ** (steps / config.head_dim)
+        steps = torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=wide)
+        frequencies = 1.0 / config.rope_theta ** (steps / config.rotary_dim)
         angles = (positions[..., None].to(wide) * frequencies).repeat(1, 1, 2)
         return cls(angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None])
 
     def rotate(self, x: Float[Tensor, "B H n d"]) -> Float[Tensor, "B H n d"]:
-        first, second = x.chunk(2, -1)
-        return x * self.cos + torch.cat([-second, first], -1) * self.sin
+        size = self.cos.shape[-1]  # of a head that turns in part, the leading dimensions
+        turning, rest = (x, x[..., :0]) if size == x.shape[-1] else (x[..., :size], x[..., size:])
+        first, second = turning.chunk(2, -1)
+        turned = turning * self.cos + torch.cat([-second, first], -1) * self.sin
+        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 class RMSNorm(nn.Module):

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -89,6 +89,11 @@ class HFTarget:
         """Whether a row's logits never depend on the other rows of its forward."""
         return False
 
+    @property
+    def forks(self) -> bool:
+        """Whether branches of a tree can be verified in one forward."""
+        return True
+
     def open(self, taps: tuple[int, ...] = ()) -> Target:
         """Fresh memory; the features hold the raw outputs of the decoder layers `taps`, in this order."""
         return HFMemory(self, taps)
@@ -146,8 +151,7 @@ class HFMemory:
             slot = rows.slot[start]
             stop = start + sum(1 for other in rows.slot[start:] if other == slot)
             parents = [p - start if p >= 0 else -1 for p in rows.parent[start:stop]]
-            mask = None if is_chain(parents) else self._tree_mask(slot, parents)
-            parts.append(self._forward(slot, rows.token[start:stop], rows.position[start:stop], mask, keep=0))
+            parts.append(self._verify(slot, rows.token[start:stop], rows.position[start:stop], parents))
             start = stop
         return Seen(
             logits=torch.cat([part.logits for part in parts]),
@@ -159,8 +163,17 @@ class HFMemory:
 
     def commit(self, slot: int, path: list[int]) -> None:
         base = self.committed[slot]
-        shorten(self.caches[slot], base, path)
+        shorten(self._attention(slot), base, path)
         self.committed[slot] = base + len(path)
+
+    def _verify(self, slot: int, tokens: list[int], positions: list[int], parents: list[int]) -> Seen:
+        """The rows of one slot."""
+        mask = None if is_chain(parents) else self._tree_mask(slot, parents)
+        return self._forward(slot, tokens, positions, mask, keep=0)
+
+    def _attention(self, slot: int) -> "list[KeyValueLayer]":
+        """Where the slot's keys and values lie."""
+        return cast(list[KeyValueLayer], self.caches[slot].layers)
 
     def _forward(self, slot: int, tokens: list[int], positions: list[int], mask: Tensor | None, keep: int) -> Seen:
         device = self.target.device
@@ -189,6 +202,7 @@ class HFMemory:
         return mask.to(self.target.device)[None, None]
 
 
+@runtime_checkable
 class KeyValueLayer(Protocol):
     """What transformers stores for one attention layer of one sequence."""
 
@@ -210,13 +224,13 @@ def is_chain(parents: list[int]) -> bool:
     return all(parent == row - 1 for row, parent in enumerate(parents))
 
 
-def shorten(cache: DynamicCache, base: int, path: list[int]) -> None:
+def shorten(layers: list[KeyValueLayer], base: int, path: list[int]) -> None:
     """Keep the first `base` positions and then the rows of `path`: a slice for a chain, a gather for a branch.
 
     Works on the layers' tensors: the meaning of `DynamicCache.crop` changed between transformers releases.
     """
     prefix = path == list(range(len(path)))
-    for layer in cast(list[KeyValueLayer], cache.layers):
+    for layer in layers:
         keys, values = layer.keys, layer.values
         if prefix:
             layer.keys, layer.values = keys[..., : base + len(path), :], values[..., : base + len(path), :]

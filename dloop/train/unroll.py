@@ -32,7 +32,7 @@ ROWS = 512  # of one piece of attention or of the target's head: bounds what is 
 class Teacher(NamedTuple):
     """What the target says about the token that each row predicts: the row of token t predicts the one at t+2."""
 
-    probs: Float[Tensor, "B T W"]  # over the head's vocabulary
+    laws: Float[Tensor, "B T _"]  # over the head's vocabulary; what `row_sums` takes
     counted: Bool[Tensor, "B T"]  # label rows whose likeliest token the head knows
     choice: Int[Tensor, "B T"]  # that token
 
@@ -139,39 +139,73 @@ class UnrollObjective(Objective):
 
     def step_sums(self, batch: TrainBatch, features: BatchFeatures, length: int) -> list[Float[Tensor, ""]]:
         """The cross-entropy of each step, summed over the counted rows. Beyond the end of a text nothing counts."""
-        unroll = Unroll.begin(self.model, self.vocabulary, batch, features.taps)
+        read = self.model.reads(features.taps, features.last)
+        unroll = Unroll.begin(self.model, self.vocabulary, batch, read)
         teacher, width = self.teacher(batch, features), batch.tokens.shape[1]
         found: list[Tensor] = []
         for step in range(length):
             states = unroll.forward()[:, : max(0, width - step)]
-            found.append(recomputed(self.row_sums, states, teacher.probs[:, step:], teacher.counted[:, step:]))
+            found.append(self.step_sum(states, teacher.laws[:, step:], teacher.counted[:, step:]))
         return found
 
+    def step_sum(
+        self, states: Float[Tensor, "B n D"], laws: Float[Tensor, "B n _"], counted: Bool[Tensor, "B n"]
+    ) -> Float[Tensor, ""]:
+        """The cross-entropy of one step."""
+        return recomputed(self.row_sums, states, laws, counted)
+
     def row_sums(
-        self, states: Float[Tensor, "B n D"], probs: Float[Tensor, "B n W"], counted: Bool[Tensor, "B n"]
+        self, states: Float[Tensor, "B n D"], laws: Float[Tensor, "B n _"], counted: Bool[Tensor, "B n"]
     ) -> Float[Tensor, ""]:
         """All work on the vocabulary, in one place: what a compiler should fuse."""
-        logits = self.model.logits(states)
+        logits = self.model.logits(states, self.vocabulary)
         logp = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        return torch.where(counted, -(probs * logp).sum(-1), 0.0).sum()
+        return torch.where(counted, -(laws * logp).sum(-1), 0.0).sum()
+
+    def laws(self, states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T _"]:
+        """What `row_sums` takes of the target's states: here, the laws themselves, since the head's words are few."""
+        return self.law_of(states)
+
+    def law_of(self, states: Float[Tensor, "B n D"]) -> Float[Tensor, "B n W"]:
+        """The target's law over the head's vocabulary."""
+        head, kept = self.vocabulary.head, self.model.kept
+        logits = F.linear(states, head if kept is None else head[kept])
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
 
     @torch.no_grad()
     def teacher(self, batch: TrainBatch, features: BatchFeatures) -> Teacher:
         """The target's law one position on. A text's last row has none: as in the public trainer its logits are zeros,
         which are uniform and choose token 0.
         """
-        kept, width = self.model.kept, batch.tokens.shape[1]
-        head = self.vocabulary.head
-        following = F.pad(features.last[:, 1:], (0, 0, 0, 1))
-        ended = torch.arange(width, device=kept.device) >= batch.lengths[:, None] - 1
-        logits = F.linear(following, head[kept]).masked_fill(ended[..., None], 0.0)
-        probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        head, kept, width = self.vocabulary.head, self.model.kept, batch.tokens.shape[1]
+        ended = torch.arange(width, device=head.device) >= batch.lengths[:, None] - 1
+        following = F.pad(features.last[:, 1:], (0, 0, 0, 1)).masked_fill(ended[..., None], 0.0)
         choice = torch.cat([F.linear(part, head).argmax(-1) for part in following.split(ROWS, 1)], 1)
         choice = choice.masked_fill(ended, 0)
-        known = torch.zeros(len(head), dtype=torch.bool, device=kept.device).index_fill(0, kept, True)
+        known = torch.ones(len(head), dtype=torch.bool, device=head.device)
+        if kept is not None:
+            known = torch.zeros_like(known).index_fill(0, kept, True)
         shift = self.settings.loss_mask_shift
         labelled = F.pad(batch.loss_mask[:, shift:], (0, shift))
-        return Teacher(probs, known[choice] & labelled, choice)
+        return Teacher(self.laws(following), known[choice] & labelled, choice)
+
+
+class SharedHeadObjective(UnrollObjective):
+    """For drafters that draft with the target's own head: over all its words, laws of all rows are never held."""
+
+    def laws(self, states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T _"]:
+        return states
+
+    def step_sum(
+        self, states: Float[Tensor, "B n D"], laws: Float[Tensor, "B n _"], counted: Bool[Tensor, "B n"]
+    ) -> Float[Tensor, ""]:
+        parts = zip(*(given.split(ROWS, 1) for given in (states, laws, counted)), strict=True)
+        return torch.stack([recomputed(self.row_sums, *part) for part in parts]).sum()
+
+    def row_sums(
+        self, states: Float[Tensor, "B n D"], laws: Float[Tensor, "B n _"], counted: Bool[Tensor, "B n"]
+    ) -> Float[Tensor, ""]:
+        return super().row_sums(states, self.law_of(laws), counted)
 
 
 def recomputed(function: Callable[..., Tensor], *given: object) -> Tensor:

@@ -79,7 +79,7 @@ def tensors_of(golden: Golden, decoded: Decoded, trace, log: Listener, index: in
     depth, taps = golden.drafter.stage_len, trace.fed[index].taps
     first, *steps = log.rows[index * depth : (index + 1) * depth]
     count, asked, seen = len(taps), trace.asked[index], trace.answered[index]
-    logits = model.logits(first.out[-1])
+    logits = model.logits(first.out[-1], golden.drafter.vocabulary)
     found = {
         "target_features": taps,
         "input_ids_all": torch.tensor([*trace.text[: r.context_len], r.anchor]),
@@ -100,7 +100,7 @@ def tensors_of(golden: Golden, decoded: Decoded, trace, log: Listener, index: in
             f"depth{step}.input_hidden": rows.states,
             f"depth{step}.position_ids": rows.positions,
             f"depth{step}.hidden_out": rows.out,
-            f"depth{step}.logits": model.logits(rows.out),
+            f"depth{step}.logits": model.logits(rows.out, golden.drafter.vocabulary),
             f"depth{step}.tree_mask": torch.ones(1, step),  # a chain: every drafted row before, and itself
         }
     return found
@@ -137,7 +137,7 @@ def test_every_tensor_of_every_recorded_round(golden):
 def post_norm(drafter: HostDrafter) -> HostDrafter:
     model, rows = drafter.model, drafter.model.rows
     model.rows = lambda *given: model.norm(rows(*given))
-    model.logits = model.lm_head
+    model.logits = lambda states, vocabulary: model.lm_head(states)
     return drafter
 
 
@@ -218,7 +218,7 @@ def test_training_features_and_teacher(training):
     assert_close(training.features.taps, expected["target_features"], "target features")
     logits = F.linear(training.features.last, training.objective.vocabulary.head)
     assert_close(logits, expected["target_logits"], "target logits")
-    assert_close(found.probs, expected["target_p"], "teacher")
+    assert_close(found.laws, expected["target_p"], "teacher")
     assert torch.equal(found.choice, expected["target_token_ids"])
     assert torch.equal(found.counted, expected["position_mask"].bool())
 
@@ -228,7 +228,7 @@ def unrolled(training: Training, length: int) -> list[tuple[Tensor, Tensor]]:
     objective = training.objective
     unroll = Unroll.begin(objective.model, objective.vocabulary, training.batch, training.features.taps)
     states = [unroll.forward() for _ in range(length)]
-    return [(step, objective.model.logits(step)) for step in states]
+    return [(step, objective.model.logits(step, objective.vocabulary)) for step in states]
 
 
 def test_training_states_logits_accuracies_and_acceptance(training):

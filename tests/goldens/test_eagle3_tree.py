@@ -96,7 +96,7 @@ def tensors_of(golden: Golden, decoded, trace, log: Noting, index: int) -> dict[
     depth, taps = golden.drafter.stage_len, trace.fed[index].taps
     first, *steps = log.rows[index * depth : (index + 1) * depth]
     count, asked, seen = len(taps), trace.asked[index], trace.answered[index]
-    logits = model.logits(first.out[-1])
+    logits = model.logits(first.out[-1], golden.drafter.vocabulary)
     found = {
         "target_features": taps,
         "input_ids_all": torch.tensor([*trace.text[: r.context_len], r.anchor]),
@@ -120,7 +120,7 @@ def tensors_of(golden: Golden, decoded, trace, log: Noting, index: int) -> dict[
             f"depth{step}.input_hidden": rows.states,
             f"depth{step}.position_ids": rows.positions,
             f"depth{step}.hidden_out": rows.out,
-            f"depth{step}.logits": model.logits(rows.out),
+            f"depth{step}.logits": model.logits(rows.out, golden.drafter.vocabulary),
             f"depth{step}.tree_mask": mask,
         }
     return found | tree_tensors(golden, decoded, log, index)

@@ -80,7 +80,7 @@ def check_stages(golden: Golden, drafter: HostDrafter, number: int) -> None:
         assert torch.equal(read, golden.tensor(*where, "input_ids")), where
         assert torch.equal(torch.cat([r.positions[-1:] for r in made]), golden.tensor(*where, "position_ids")), where
         assert_close(states, golden.tensor(*where, "hidden"), TOLERANCE, f"states of {where}")
-        logits = drafter.model.logits(states)
+        logits = drafter.model.logits(states, drafter.vocabulary)
         assert_close(logits, golden.tensor(*where, "logits"), TOLERANCE, f"logits of {where}")
         assert torch.equal(logits.argmax(-1), golden.tensor(*where, "draft_vocab_ids")), where
         assert stage.tokens == golden.tensor(*where, "tokens").tolist() == recorded["tokens"][index], where
@@ -154,7 +154,9 @@ def test_the_long_unroll_s_states_and_logits(golden):
         expected = golden.tensor("training", f"step{step}", "hidden")
         assert_close(states[rows], expected[rows], TOLERANCE, f"states of step {step}")
         if (key := f"eagle3.training.step{step}.logits") in golden.tensors:
-            assert_close(drafter.model.logits(states)[rows], golden.tensors[key][rows], TOLERANCE, key)
+            assert_close(
+                drafter.model.logits(states, drafter.vocabulary)[rows], golden.tensors[key][rows], TOLERANCE, key
+            )
 
 
 def test_the_long_unroll_s_losses_and_gradients(golden):

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from dloop.bench.latency.models import Pair
 from dloop.bench.latency.timing import Job
 from dloop.loop import Target
-from dloop.targets.hf import HFTarget, cache_argument, shorten
+from dloop.targets.hf import HFTarget, KeyValueLayer, cache_argument, shorten
 from dloop.types import Rows
 
 
@@ -42,7 +42,7 @@ class Stock:
 
     def crop(self) -> None:
         """Back to the context."""
-        shorten(self.cache, self.committed, [])
+        shorten(cast(list[KeyValueLayer], self.cache.layers), self.committed, [])
 
 
 class Verifiers:
