@@ -160,7 +160,7 @@ def test_a_line_that_is_not_utf8_is_refused(chat):
     ("flags", "message"),
     [
         (["--temperature", "-1"], "temperature=-1.0"),
-        (["--tree-budget", "9"], "trees are not offered"),
+        (["--stage-tree-budget", "9"], "tree_budget is 0 for dspark"),
         (["--max-new-tokens", "9999"], "exceed the context"),
         (["--system", "refuse"], "refuses these messages"),
     ],

@@ -214,7 +214,7 @@ def why_it_ended(r: Round, gate: float, run: dict, rules: dict, produced: int) -
 def check_decode(golden: Golden, drafter: BlockDrafter, run: dict) -> None:
     spec = golden.spec
     prompt, stops = spec["prompts"][run["prompt"]], spec["stop_ids_per_prompt"][run["prompt"]]
-    rules = {"max_new_tokens": spec["max_new_tokens"], "stop_token_ids": stops}
+    rules = {"max_new_tokens": spec["max_new_tokens"], "stop_token_ids": stops, "tree_budget": 0}
     out = dloop.generate(golden.target, drafter, prompt, loop_gate=run["gate"], max_stages=run["max_stages"], **rules)
     assert out.tokens == run["output_ids"]
     assert len(out.rounds) == len(run["rounds"])
