@@ -1,7 +1,7 @@
 """What `dloop demo` does: the same prompts decoded plainly, by the host drafter and by the loop, in turns."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,14 +18,16 @@ from dloop.chat import Tokenizer, load_tokenizer
 from dloop.cli.answer import decode as decode_stream
 from dloop.cli.answer import device_of
 from dloop.cli.demo import PROMPTS, Command
+from dloop.drafters.block import BlockModel
 from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.gate import NEVER_OPENS
 from dloop.judge import Match
 from dloop.load import DTypeName, load_drafter, load_target
-from dloop.records import Answer, dumps
+from dloop.records import Answer, dumps, mean_of
 from dloop.settings import Settings
 from dloop.targets.hf import HFTarget
+from dloop.train import replay
 from dloop.types import Sampling
 
 WARM_UP_TOKENS = 8
@@ -61,12 +63,21 @@ class Run:
     difference: Difference | None  # None: the same text as plain decoding
 
 
+class Headroom(NamedTuple):
+    """Acceptance length on plain decoding's texts, by exact replay: gate closed, as set, and the best gate there is."""
+
+    closed: float
+    gated: float
+    oracle: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Race:
     """All runs of a race, and the same texts' proof in float32 (None: the race itself was in float32)."""
 
     runs: list[Run]
     control: Run | None
+    headroom: Headroom | None = None  # None: the family cannot be replayed
 
     def faults(self, dtype: str) -> list[Run]:
         """Runs whose text differs where rounding cannot be the reason."""
@@ -90,7 +101,7 @@ def race(command: Command) -> int:
     with bar(total) as progress:
         runs = run_all(pair, command, kinds, progress)
         control = None if command.dtype == "float32" else float32_control(command, kinds[-1], progress)
-    done = Race(runs=runs, control=control)
+    done = Race(runs=runs, control=control, headroom=headroom(pair, command.loop_gate, runs))
     if command.json:
         print(dumps(document(pair, command, done)))
     else:
@@ -156,6 +167,18 @@ def float32_control(command: Command, kind: str, progress: Progress) -> Run:
     loop = decode_one(pair, Way("loop", pair.drafter, command.loop_gate), kind, length)
     progress.advance(progress.task_ids[0])
     return compare(kind, "loop", plain, loop)
+
+
+def headroom(pair: Pair, gate: float, runs: Sequence[Run]) -> Headroom | None:
+    """What the gate leaves to the oracle, which drafts on exactly while everything drafted is right."""
+    model, target = pair.drafter.model, pair.target
+    if not isinstance(model, BlockModel):
+        return None
+    texts = [(run.answer.prompt_ids, run.answer.generation.tokens) for run in runs if run.way == "plain"]
+    vocabulary, depth = pair.drafter.vocabulary, Settings().max_stages
+    traces = [replay.trace(model, vocabulary, target, prompt, answer, depth) for prompt, answer in texts]
+    gates = (NEVER_OPENS, gate, None)
+    return Headroom(*(mean_of([replay.walk(trace, g).acceptance_length for trace in traces]) for g in gates))
 
 
 class Decoded(NamedTuple):

@@ -12,7 +12,7 @@ from rich.text import Text
 from dloop.certificate.margins import NEAR_TIE, Difference
 from dloop.cli.answer import WIDE
 from dloop.cli.demo import PROMPTS, Command
-from dloop.cli.race import Pair, Race, Run
+from dloop.cli.race import Headroom, Pair, Race, Run
 from dloop.records import (
     SCHEMA,
     hardware,
@@ -97,6 +97,8 @@ def report(console: Console, pair: Pair, command: Command, done: Race) -> None:
     console.print(explanation(), style="dim")
     console.print()
     console.print(cost(rows))
+    if done.headroom:
+        console.print(room(done.headroom))
     for line in verdict(pair, command, done):
         console.print(line)
     shown = most_looped(done.runs)
@@ -164,6 +166,14 @@ def cost(rows: Sequence[Row]) -> Text:
     return Text(f"Break-even: a round takes as long as {' or '.join(costs)} plain tokens; a tau beyond that is gain.")
 
 
+def room(found: Headroom) -> Text:
+    """How much of what a gate can give this one gives."""
+    return Text(
+        f"Gate: tau {found.closed:.2f} closed, {found.gated:.2f} as set, {found.oracle:.2f} by the oracle, which knows "
+        "when a stage is right (replay of plain decoding's texts)."
+    )
+
+
 def verdict(pair: Pair, command: Command, done: Race) -> list[Text]:
     """Whether the texts are plain decoding's, and what rounding has to do with it."""
     ways: dict[tuple[str, Difference], list[str]] = {}
@@ -215,6 +225,7 @@ def document(pair: Pair, command: Command, done: Race) -> dict[str, object]:
         "family": drafter.family,
         "setting": {"loop_gate": number(command.loop_gate), "max_new_tokens": command.max_new_tokens},
         "rows": [plain(asdict(row)) for row in rows_of(done.runs)],
+        "acceptance_length_by_gate": done.headroom and done.headroom._asdict(),
         "runs": [run_json(run, command.dtype) for run in done.runs],
         "float32_control": run_json(done.control, "float32") if done.control else None,
         "lossless": not done.faults(command.dtype),
