@@ -82,6 +82,8 @@ class Features:
     last: Float[Tensor, "n D"]  # after the final norm
 
     def select(self, rows: list[int]) -> "Features":
+        if rows == list(range(len(rows))):  # what a chain keeps: no copy
+            return self.between(0, len(rows))
         return Features(taps=self.taps[rows], last=self.last[rows])
 
     def between(self, start: int, stop: int) -> "Features":
@@ -149,9 +151,7 @@ class Draft:
     depth: int  # drafted nodes on the path from the anchor to the tip
     scores: list[float] = field(default_factory=list[float])  # one a stage
     stops: list[int] = field(default_factory=list[int])  # number of nodes after each stage
-    probs: list[Float[Tensor, "_ V"]] = field(
-        default_factory=list[Tensor]
-    )  # one a stage, only when the drafter samples
+    probs: list[Float[Tensor, "_ V"]] = field(default_factory=list[Tensor])  # one a stage, if the drafter samples
 
     @classmethod
     def rooted(cls, anchor: int, position: int) -> "Draft":

@@ -107,6 +107,8 @@ def test_features_and_answers_are_cut_row_by_row():
     features = Features(taps=torch.arange(12.0).view(4, 3), last=torch.arange(8.0).view(4, 2))
     picked = features.select([0, 3])
     assert picked.taps.tolist() == [[0, 1, 2], [9, 10, 11]] and picked.last.tolist() == [[0, 1], [6, 7]]
+    first = features.select([0, 1])  # what a chain keeps is not copied
+    assert first.taps.tolist() == [[0, 1, 2], [3, 4, 5]] and first.taps.data_ptr() == features.taps.data_ptr()
     seen = Seen(logits=torch.eye(4), features=features).between(1, 3)
     assert seen.logits.tolist() == torch.eye(4)[1:3].tolist()
     assert seen.features.taps.tolist() == [[3, 4, 5], [6, 7, 8]]
