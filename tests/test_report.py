@@ -376,6 +376,18 @@ SPOILT = {
     "no object": (lambda f: (f / "summary.json").write_text("[1]"), "is no summary of dloop bench"),
     "ill-typed": (lambda f: edit(f, dtype=3, failures=None), "failures, dtype missing or ill-typed"),
     "setting": (lambda f: edit(f, setting={"temperature": 0.0}), "setting.top_k, setting.top_p"),
+    "ill-typed below": (
+        lambda f: edit(f, hardware={"gpu": 3, "cpu": "a", "threads": "two"}, subset={"complete": "yes"}),
+        "subset.complete, hardware.gpu, hardware.threads missing or ill-typed",
+    ),
+    "a hash ill-typed": (
+        lambda f: edit(f, checkpoint_sha256={"target": "t", "draft": 3}),
+        "checkpoint_sha256.draft missing or ill-typed",
+    ),
+    "a rate ill-typed": (
+        lambda f: edit(f, full_acceptance_rate={"1": "half"}),
+        "full_acceptance_rate missing or ill-typed",
+    ),
     "no rounds": (lambda f: (f / "rounds.jsonl").unlink(), "has a summary.json but no rounds.jsonl"),
     "cut off": (lambda f: spoil_rounds(f, lambda data: data[:-9]), "does not hold the samples of its summary"),
     "a field missing": (

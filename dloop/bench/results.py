@@ -23,6 +23,12 @@ NEEDED = {
     "dataset": str,
     "setting_name": str,
     "setting": dict,
+    "setting.temperature": float | int,
+    "setting.top_k": int,
+    "setting.top_p": float | int,
+    "setting.max_new_tokens": int,
+    "setting.loop_gate": float | int | str,  # infinities are written as text
+    "setting.tree_budget": int | str,
     "acceptance_length": float | int | None,
     "tokens_per_s": float | int | None,
     "time_per_output_token_ms": float | int | None,
@@ -32,17 +38,24 @@ NEEDED = {
     "output_share_looped": float | int | None,
     "repetition_share": float | int | None,
     "subset": dict,
+    "subset.complete": bool,
     "samples": list,
     "failures": int,
     "failure_messages": list,
     "data_sha256": str,
     "template_sha256": str | None,
     "checkpoint_sha256": dict,
+    "checkpoint_sha256.target": str | None,
+    "checkpoint_sha256.draft": str | None,
     "hardware": dict,
+    "hardware.gpu": str | None,
+    "hardware.cpu": str | None,
+    "hardware.threads": int,
     "versions": dict,
     "dtype": str,
     "engine": str,
 }
+MISSING = object()
 CONDITION = ("temperature", "top_k", "top_p", "max_new_tokens")
 COUNT, TAU, MS, TOKENS, SECONDS = range(5)  # columns of a sample's sums
 
@@ -191,15 +204,21 @@ def read_summary(path: Path) -> Summary:
         raise UserError(f"{path} is no summary of dloop bench; give folders that hold nothing else of that name")
     summary = cast(Summary, raw)
     check_schema(path, {summary["schema"]})
-    wrong = [key for key, kind in NEEDED.items() if key not in summary or not isinstance(summary[key], kind)]
-    setting, hardware = summary.get("setting"), summary.get("hardware")
-    wrong += [f"setting.{key}" for key in CONDITION if isinstance(setting, dict) and key not in setting]
-    wrong += [
-        f"hardware.{key}" for key in ("gpu", "cpu", "threads") if isinstance(hardware, dict) and key not in hardware
-    ]
+    wrong = [name for name, kind in NEEDED.items() if not isinstance(field_of(summary, name), kind)]
+    rates = summary.get("full_acceptance_rate")
+    if isinstance(rates, dict) and not all(isinstance(rate, float | int) for rate in rates.values()):
+        wrong.append("full_acceptance_rate")
     if wrong:
         raise UserError(f"{path}: {', '.join(wrong)} missing or ill-typed; measure it again with dloop bench")
     return summary
+
+
+def field_of(summary: Summary, name: str) -> object:
+    """A field by its dotted name; what no field can be, `MISSING`, where it is not there."""
+    found: object = summary
+    for part in name.split("."):
+        found = cast(Summary, found).get(part, MISSING) if isinstance(found, dict) else MISSING
+    return found
 
 
 def check_schema(path: Path, schemas: set[object]) -> None:
