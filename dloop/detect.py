@@ -1,6 +1,6 @@
 """What a config says its checkpoint is: a target that can be decoded exactly, or a drafter and of which family."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, cast
 
 from dloop.checkpoint import brief
@@ -9,7 +9,9 @@ from dloop.drafters.host import HostConfig
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.drafters.mtp import is_mtp
 from dloop.errors import UserError
-from dloop.targets.hf import SUPPORTED, HFTarget
+from dloop.targets import gemma4
+from dloop.targets.adapters import TARGETS
+from dloop.targets.hf import HFTarget
 from dloop.targets.recurrent import LINEAR, RECURRENT
 
 BLOCK_FAMILIES = ("dflash", "dspark", "domino")
@@ -34,10 +36,12 @@ def check_target(raw: Json, name: str) -> None:
             "give it as the drafter (--draft-model) and its target as the target (--model)"
         )
     kind = raw.get("model_type")
-    if kind not in (*SUPPORTED, *RECURRENT):
-        raise UserError(f"{name} is a {brief(kind)} model; supported targets: {', '.join((*SUPPORTED, *RECURRENT))}")
+    if kind not in TARGETS:
+        raise UserError(f"{name} is a {brief(kind)} model; supported targets: {', '.join(TARGETS)}")
     raw = text_config(raw, name)
-    if not (mixes_linear(raw) if kind in RECURRENT else fully_attends(raw)) or raw.get("use_sliding_window"):
+    if kind in gemma4.GEMMA4:
+        gemma4.check_layers(raw, name)
+    elif not (mixes_linear(raw) if kind in RECURRENT else fully_attends(raw)) or raw.get("use_sliding_window"):
         raise UserError(
             f"{name} has layers without full attention (layer_types={brief(raw.get('layer_types'))}); the cache of "
             "sliding-window layers, for one, cannot be shortened here: use a full-attention model"
@@ -54,7 +58,8 @@ def check_target(raw: Json, name: str) -> None:
     for key in LIMITS:
         if raw.get(key) is not None:
             Reader(raw, f"{name}/config.json").integer(key)
-    check_rope(raw, name)
+    for part in gemma4.rope_parts(raw) if kind in gemma4.GEMMA4 else (raw,):
+        check_rope(part, name, (*ROPE_TYPES, *gemma4.ROPE_TYPES) if kind in gemma4.GEMMA4 else ROPE_TYPES)
 
 
 def text_config(raw: Json, name: str) -> Json:
@@ -73,7 +78,7 @@ def mixes_linear(raw: Json) -> bool:
     return isinstance(kinds, list) and {LINEAR, "full_attention"} == set(map(str, cast(list[object], kinds)))
 
 
-def check_rope(raw: Json, name: str) -> None:
+def check_rope(raw: Json, name: str, types: Collection[str] = ROPE_TYPES) -> None:
     """Refuse rotary embeddings that depend on how long a forward is: plain and speculative decoding would differ."""
     for key in ("rope_parameters", "rope_scaling"):
         parameters = raw.get(key)
@@ -83,11 +88,11 @@ def check_rope(raw: Json, name: str) -> None:
             raise UserError(f"{name}: {key}={brief(parameters)} must be an object; fetch config.json again")
         rope = cast(Json, parameters)
         for kind in (rope[field] for field in ("rope_type", "type") if rope.get(field) is not None):
-            if kind not in ROPE_TYPES:
+            if kind not in types:
                 raise UserError(
                     f"{name} has RoPE of type {brief(kind)}; types whose frequencies change with the length of a "
                     "forward, as longrope and dynamic do, cannot be decoded exactly, because a verification is "
-                    f"longer than a plain step: use a model with one of {', '.join(ROPE_TYPES)}"
+                    f"longer than a plain step: use a model with one of {', '.join(types)}"
                 )
         if any(isinstance(value, Mapping) for value in rope.values()):
             raise UserError(f"{name}: {key} differs by layer, which is not supported; use a model with one RoPE")

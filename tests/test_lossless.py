@@ -23,6 +23,7 @@ from dloop.targets.hf import HFMemory, HFTarget
 from dloop.testing import (
     CHAIN_KINDS,
     KINDS,
+    WINDOW_KINDS,
     Decoded,
     Script,
     ScriptedDrafter,
@@ -55,7 +56,7 @@ class Pair:
     random: BlockDrafter
 
 
-@pytest.fixture(scope="module", params=(*KINDS, *CHAIN_KINDS))
+@pytest.fixture(scope="module", params=(*KINDS, *WINDOW_KINDS, *CHAIN_KINDS))
 def pair(request) -> Pair:
     target = tiny_target(request.param, num_layers=3)
     text = dloop.generate_autoregressive(target, PROMPT, max_new_tokens=48).tokens

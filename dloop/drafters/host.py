@@ -56,6 +56,11 @@ class HostConfig:
         """Hidden size of the target's layers."""
         return self.hidden_size
 
+    @property
+    def embedding_size(self) -> int:
+        """Width of the embedding that it reads tokens with."""
+        return self.hidden_size
+
     def for_target(self, num_layers: int) -> "HostConfig":
         """What the file leaves open, filled in for a target of so many layers."""
         return self

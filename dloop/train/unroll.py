@@ -24,6 +24,7 @@ from dloop.train.batch import TrainBatch
 from dloop.train.losses import Sums
 from dloop.train.objective import Loss, Objective, TotalWeights
 from dloop.types import Vocabulary
+from dloop.vocabulary import target_logits
 
 DECAY = 0.8  # step i weighs DECAY^i, beyond the host's depth too
 ROWS = 512  # of one piece of attention or of the target's head: bounds what is held at once
@@ -168,8 +169,7 @@ class UnrollObjective(Objective):
 
     def law_of(self, states: Float[Tensor, "B n D"]) -> Float[Tensor, "B n W"]:
         """The target's law over the head's vocabulary."""
-        head, kept = self.vocabulary.head, self.model.kept
-        logits = F.linear(states, head if kept is None else head[kept])
+        logits = target_logits(states, self.vocabulary, self.model.kept)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
 
     @torch.no_grad()
@@ -180,7 +180,7 @@ class UnrollObjective(Objective):
         head, kept, width = self.vocabulary.head, self.model.kept, batch.tokens.shape[1]
         ended = torch.arange(width, device=head.device) >= batch.lengths[:, None] - 1
         following = F.pad(features.last[:, 1:], (0, 0, 0, 1)).masked_fill(ended[..., None], 0.0)
-        choice = torch.cat([F.linear(part, head).argmax(-1) for part in following.split(ROWS, 1)], 1)
+        choice = torch.cat([target_logits(part, self.vocabulary).argmax(-1) for part in following.split(ROWS, 1)], 1)
         choice = choice.masked_fill(ended, 0)
         known = torch.ones(len(head), dtype=torch.bool, device=head.device)
         if kept is not None:
