@@ -5,6 +5,8 @@ from typing import NamedTuple, cast
 
 from dloop.checkpoint import brief
 from dloop.drafters.config import DEEPSPEC_ARCHITECTURES, LIMITS, BlockConfig, Json, Reader, fully_attends
+from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
+from dloop.drafters.gemma4_config import MODEL_TYPES as ASSISTANTS
 from dloop.drafters.host import HostConfig
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.drafters.mtp import is_mtp
@@ -15,13 +17,14 @@ from dloop.targets.hf import HFTarget
 from dloop.targets.recurrent import LINEAR, RECURRENT
 
 BLOCK_FAMILIES = ("dflash", "dspark", "domino")
-CHAIN_FAMILIES = ("eagle3", MTP_FAMILY)
+CHAIN_FAMILIES = ("eagle3", MTP_FAMILY, GEMMA_FAMILY)
 FAMILIES = (*BLOCK_FAMILIES, *CHAIN_FAMILIES)
 HEADS = {  # tensors that only one family has
     "markov_head.": "dspark",
     "prefix_gru.": "domino",
     "midlayer.": "eagle3",
     "mtp.": MTP_FAMILY,
+    "pre_projection.": GEMMA_FAMILY,
 }
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 DEEPSPEC_EAGLE3 = ("Qwen3Eagle3Model", "Gemma4Eagle3Model", "Eagle3DraftModel")
@@ -101,7 +104,8 @@ def check_rope(raw: Json, name: str, types: Collection[str] = ROPE_TYPES) -> Non
 def is_drafter(raw: Json) -> bool:
     """Whether a config has fields that only drafters have."""
     own = ("dflash_config", "target_layer_ids", "block_size", "draft_vocab_size")
-    return any(key in raw for key in own) or raw.get("architectures") == [EAGLE3_ARCHITECTURES[0]]
+    named = raw.get("architectures") == [EAGLE3_ARCHITECTURES[0]] or raw.get("model_type") in ASSISTANTS
+    return named or any(key in raw for key in own)
 
 
 def of_layers(raw: Json) -> str:
@@ -147,8 +151,8 @@ def detect_family(raw: Json, name: str, tensors: Callable[[], Iterable[str]] = t
         return "dflash"
     elif architecture in EAGLE3_ARCHITECTURES or is_safeailab(raw, tensors):
         return "eagle3"
-    elif is_mtp(raw, tensors):
-        return MTP_FAMILY
+    elif (family := of_model_type(raw, tensors)) is not None:
+        return family
     elif not is_drafter(raw):
         found = (
             f"a plain {architecture}, not a drafter; give it as the target (--model), and a drafter trained for it "
@@ -157,6 +161,13 @@ def detect_family(raw: Json, name: str, tensors: Callable[[], Iterable[str]] = t
     else:
         found = f"of architecture {brief(architecture)} with projector type {brief(projector)}"
     raise UserError(f"{name} is {found}; supported families: {', '.join(FAMILIES)}")
+
+
+def of_model_type(raw: Json, tensors: Callable[[], Iterable[str]]) -> str | None:
+    """The family of a checkpoint that a model type of Hugging Face's tells; None: of none."""
+    if raw.get("model_type") in ASSISTANTS:
+        return GEMMA_FAMILY
+    return MTP_FAMILY if is_mtp(raw, tensors) else None
 
 
 def foreign(raw: Json, architecture: str) -> str | None:
@@ -227,19 +238,46 @@ def misfits(config: HostConfig, target: HFTarget, name: str) -> Iterator[Misfit]
             f"{name} taps the layers {list(taps)} of a target with layers 0..{target.num_layers - 1}; taps must "
             f"increase and stay below {target.num_layers - 1} (the last layer's state exists normed and un-normed)",
         )
-    if config.rope_theta != target.rope_theta and not config.own_rope:
-        yield Misfit(
-            "rope_theta",
-            f"{name} has RoPE base {config.rope_theta:g}, {target.name} {target.rope_theta:g}; a drafter run "
-            "with another base than it was trained with accepts almost nothing: correct rope_theta in its config.json"
-            + ("" if isinstance(config, BlockConfig) else ", or name the right one (--draft-rope-theta)"),
-        )
+    yield from turned_otherwise(config, target, name)
     if isinstance(config, BlockConfig) and config.mask_token_id >= config.vocab_size:
         yield Misfit(
             "mask_token_id",
             f"{name}: mask_token_id={config.mask_token_id} is out of range; the vocabulary has "
             f"{config.vocab_size} tokens: correct config.json",
         )
+
+
+def turned_otherwise(config: HostConfig, target: HFTarget, name: str) -> Iterator[Misfit]:
+    """RoPE must be the target's; a drafter that reads its target's keys must find them as it expects them."""
+    if config.borrows:
+        yield from not_lent(config, target, name)
+    elif config.rope_theta != target.rope_theta and not config.own_rope:
+        yield Misfit(
+            "rope_theta",
+            f"{name} has RoPE base {config.rope_theta:g}, {target.name} {target.rope_theta:g}; a drafter run "
+            "with another base than it was trained with accepts almost nothing: correct rope_theta in its config.json"
+            + ("" if isinstance(config, BlockConfig) else ", or name the right one (--draft-rope-theta)"),
+        )
+
+
+def not_lent(config: HostConfig, target: HFTarget, name: str) -> Iterator[Misfit]:
+    """Keys and values that are not there, or of another shape or rotation."""
+    for kind, wanted in config.borrows.items():
+        given = target.lends.get(kind)
+        if given is None:
+            yield Misfit(
+                "model_type",
+                f"{name} reads keys and values of {kind} that a Gemma 4 target lends, {target.name} lends none; use "
+                "the target it was trained for",
+            )
+            return
+        for key in ("heads", "head_dim", "rope_theta", "turning"):
+            if (ours := getattr(wanted, key)) != (theirs := getattr(given, key)):
+                yield Misfit(
+                    "text_config",
+                    f"{name} expects {key} {ours:g} of {kind}, {target.name} has {theirs:g}; use the drafter trained "
+                    "for this target",
+                )
 
 
 def check_pair(config: HostConfig, target: HFTarget, name: str) -> None:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, cast
 
@@ -82,7 +83,7 @@ class HFTarget:
         """What its logits are bent towards; None: they are as the head gives them."""
         return getattr(self.config, "final_logit_softcapping", None)
 
-    @property
+    @cached_property
     def lends(self) -> Mapping[str, LentKind]:
         """Layers whose keys and values a drafter may read, by kind."""
         return {}
