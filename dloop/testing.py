@@ -23,10 +23,14 @@ from dloop.drafters.draft_vocab import maps_of
 from dloop.drafters.dspark import DSpark
 from dloop.drafters.eagle3 import Eagle3, Eagle3Config
 from dloop.drafters.families import build, loaded, write_config
+from dloop.drafters.gemma4 import FAMILY as GEMMA_FAMILY
+from dloop.drafters.gemma4 import Assistant, read_assistant
 from dloop.drafters.host import HostDrafter
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.drafters.mtp import read_mtp
 from dloop.export import Layout, in_layout
+from dloop.lent import FULL, SLIDING
+from dloop.lent import KINDS as KINDS_LENT
 from dloop.loop import Session, Task, run_many
 from dloop.targets.hf import HFTarget
 from dloop.tiny import CHAIN_KINDS as CHAIN_KINDS
@@ -70,6 +74,8 @@ def tiny_drafter(
         model = tiny_eagle3(shape).to(target.dtype)
     elif family == MTP_FAMILY:
         model = build(read_mtp(tiny_qwen35(target), "tiny")).to(target.dtype)
+    elif family == GEMMA_FAMILY:
+        model = build(read_assistant(tiny_assistant(target), "tiny").for_target(target.num_layers)).to(target.dtype)
     else:
         label_shift = int(family == "dflash")
         shape |= {"num_layers": 2, "mask_token_id": target.vocab_size - 1, "gap_rows": gap_rows}
@@ -78,6 +84,8 @@ def tiny_drafter(
     fill(model, seed=1)
     if family == MTP_FAMILY:
         settle_linear(model)
+    if family == GEMMA_FAMILY:
+        settle_assistant(cast(Assistant, model))
     drafter = loaded(f"tiny {family}", model.eval().requires_grad_(False), target.vocabulary)
     return drafter.at_depth(stage_len) if isinstance(drafter, ChainDrafter) else drafter
 
@@ -117,6 +125,53 @@ def tiny_qwen35(target: HFTarget) -> dict[str, object]:
         "max_position_embeddings": target.context,
         "mtp_num_hidden_layers": 1,
     }
+
+
+def tiny_assistant(target: HFTarget) -> dict[str, object]:
+    """A config of a Gemma 4 assistant for this target, narrower than it; in the released form."""
+    sliding, full = (target.lends[kind] for kind in KINDS_LENT)
+    return {
+        "architectures": ["Gemma4UnifiedAssistantForCausalLM"],
+        "model_type": "gemma4_unified_assistant",
+        "dtype": "float32",
+        "backbone_hidden_size": target.hidden_size,
+        "use_ordered_embeddings": False,
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "gemma4_unified_text",
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "num_kv_shared_layers": 3,
+            "layer_types": [SLIDING, SLIDING, FULL],
+            "num_attention_heads": 4,
+            "num_key_value_heads": sliding.heads,
+            "num_global_key_value_heads": full.heads,
+            "head_dim": sliding.head_dim,
+            "global_head_dim": full.head_dim,
+            "attention_k_eq_v": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "vocab_size": target.vocab_size,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": target.context,
+            "sliding_window": sliding.window,
+            "rope_parameters": {
+                SLIDING: {"rope_type": "default", "rope_theta": sliding.rope_theta},
+                FULL: {
+                    "rope_type": "proportional",
+                    "rope_theta": full.rope_theta,
+                    "partial_rotary_factor": full.turning,
+                },
+            },
+        },
+    }
+
+
+@torch.no_grad()
+def settle_assistant(model: Assistant) -> None:
+    """The state counts beside the scaled embedding, and no token is preferred much."""
+    model.pre_projection.weight[:, : model.config.backbone_size] *= 0.2
+    model.model.embed_tokens.weight *= 0.3
 
 
 def tiny_eagle3(shape: dict[str, object]) -> Eagle3:

@@ -18,7 +18,7 @@ WINDOW_KINDS: tuple[Kind, ...] = ("gemma4",) if is_offered() else ()  # that can
 CHAIN_KINDS: tuple[Kind, ...] = ("qwen3_5",) if is_offered() else ()  # that cannot
 HIDDEN_SIZE = 32
 WINDOW = 7
-SOFTCAP = 12.0
+SOFTCAP = 30.0
 PARTIAL = {"partial_rotary_factor": 0.5, "mrope_section": [2, 0, 0], "mrope_interleaved": True}
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 MODEL_TYPES = {"llama_tied": "llama", "qwen3_5": "qwen3_5_text", "gemma4": "gemma4_unified"}
@@ -105,10 +105,14 @@ def settle_linear(model: nn.Module) -> None:
 
 @torch.no_grad()
 def settle_windows(model: nn.Module) -> None:
-    """What a layer adds, normed, outweighs the scaled embedding, so that a text counts and not its last token alone."""
+    """What a layer adds, normed, outweighs the scaled embedding, so that a text counts and not its last token alone;
+    and logits reach for the cap.
+    """
     for name, weight in model.named_parameters():
         if name.rpartition("layers.")[2].partition(".")[2].startswith("post_"):
             weight.mul_(4)
+        elif name.endswith("language_model.norm.weight"):
+            weight.mul_(2)
 
 
 @torch.no_grad()
