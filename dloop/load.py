@@ -159,8 +159,8 @@ def load_drafter(
     gap_rows: GapRows | None = None,
     rope_theta: float | None = None,
 ) -> HostDrafter:
-    """Load a drafter for this target: a folder, a hub id, "demo" (shipped, for the offline target), or "mtp" (the head
-    that a Qwen3.5 target brings along).
+    """Load a drafter for this target: a folder, a hub id (Gemma 4's assistants too), "demo" (shipped, for the offline
+    target), or "mtp" (the head that a Qwen3.5 target brings along).
 
     `gap_rows` (block families) overrides the reading that the checkpoint names, `rope_theta` (EAGLE-3) the RoPE base:
     some were trained with another one than their config says. Raises UserError saying what was found.

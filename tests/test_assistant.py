@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import dloop
+from dloop.batch import generate_many
 from dloop.cli import train as train_command
 from dloop.cli.args import parse
 from dloop.cli.eagle3_script import forwarded
@@ -27,6 +28,7 @@ from dloop.errors import UserError
 from dloop.gate import ALWAYS_OPEN, FixedGate
 from dloop.lent import FULL, SLIDING
 from dloop.loop import Limits, Session, decode
+from dloop.settings import Settings
 from dloop.targets import release
 from dloop.targets.hf import HFTarget
 from dloop.testing import (
@@ -374,6 +376,19 @@ def test_a_taught_assistant_is_right_at_times_and_loops(target):
         assert out.tokens == plain.tokens
         drafted = sum(len(r.drafted) for r in out.rounds)
         assert 0 < sum(r.accepted for r in out.rounds) < drafted
+
+
+def test_many_sequences_keep_their_own_rows(home, target):
+    drafter = dloop.load_drafter(str(home / "assistant"), target)
+    prompts = [PROMPT, [7], LONG]
+    plain = [dloop.generate_autoregressive(target, prompt, 20).tokens for prompt in prompts]
+    alone = [dloop.generate(target, drafter, prompt, 20, loop_gate=-9.0) for prompt in prompts]
+    settings = Settings(max_new_tokens=20, loop_gate=-9.0)
+    many = {text.index: text for text in generate_many(target, drafter, prompts, settings)}
+    assert [many[index].tokens for index in range(3)] == plain == [one.tokens for one in alone]
+    assert [[r.drafted for r in many[index].rounds] for index in range(3)] == [
+        [r.drafted for r in one.rounds] for one in alone
+    ]
 
 
 def test_the_command_takes_an_assistant(home, capsys):
