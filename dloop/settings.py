@@ -184,10 +184,10 @@ def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_t
 def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafter | None) -> None:
     """Options that nothing here can honour are refused by name, never ignored."""
     refuse_trees(settings)
-    refuse_depth(settings, drafter)
     refuse_branches(settings, target, drafter)
     if drafter is not None:
         refuse_trees_of(settings, drafter.family)
+    refuse_depth(settings, drafter)
     if settings.verify not in get_args(Verify):
         raise UserError(f"verify={settings.verify!r} is not known; choose one of {', '.join(get_args(Verify))}")
     if settings.exact is True and not target.is_exact:

@@ -20,6 +20,7 @@ from dloop.judge import Match, Reject, follow
 from dloop.loop import Limits, Session, Target, decode, run_many
 from dloop.sampling import Sampling, gumbel, law, process
 from dloop.settings import TREES, Settings, judge_of
+from dloop.targets.gemma4 import Gemma4Memory, Gemma4Target
 from dloop.targets.hf import HFMemory, HFTarget
 from dloop.testing import (
     CHAIN_KINDS,
