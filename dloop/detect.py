@@ -1,25 +1,30 @@
 """What a config says its checkpoint is: a target that can be decoded exactly, or a drafter and of which family."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, cast
 
 from dloop.checkpoint import brief
 from dloop.drafters.config import DEEPSPEC_ARCHITECTURES, LIMITS, BlockConfig, Json, Reader, fully_attends
+from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
+from dloop.drafters.gemma4_config import MODEL_TYPES as ASSISTANTS
 from dloop.drafters.host import HostConfig
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.drafters.mtp import is_mtp
 from dloop.errors import UserError
-from dloop.targets.hf import SUPPORTED, HFTarget
+from dloop.targets import gemma4
+from dloop.targets.adapters import TARGETS
+from dloop.targets.hf import HFTarget
 from dloop.targets.recurrent import LINEAR, RECURRENT
 
 BLOCK_FAMILIES = ("dflash", "dspark", "domino")
-CHAIN_FAMILIES = ("eagle3", MTP_FAMILY)
+CHAIN_FAMILIES = ("eagle3", MTP_FAMILY, GEMMA_FAMILY)
 FAMILIES = (*BLOCK_FAMILIES, *CHAIN_FAMILIES)
 HEADS = {  # tensors that only one family has
     "markov_head.": "dspark",
     "prefix_gru.": "domino",
     "midlayer.": "eagle3",
     "mtp.": MTP_FAMILY,
+    "pre_projection.": GEMMA_FAMILY,
 }
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 DEEPSPEC_EAGLE3 = ("Qwen3Eagle3Model", "Gemma4Eagle3Model", "Eagle3DraftModel")
@@ -34,10 +39,12 @@ def check_target(raw: Json, name: str) -> None:
             "give it as the drafter (--draft-model) and its target as the target (--model)"
         )
     kind = raw.get("model_type")
-    if kind not in (*SUPPORTED, *RECURRENT):
-        raise UserError(f"{name} is a {brief(kind)} model; supported targets: {', '.join((*SUPPORTED, *RECURRENT))}")
+    if kind not in TARGETS:
+        raise UserError(f"{name} is a {brief(kind)} model; supported targets: {', '.join(TARGETS)}")
     raw = text_config(raw, name)
-    if not (mixes_linear(raw) if kind in RECURRENT else fully_attends(raw)) or raw.get("use_sliding_window"):
+    if kind in gemma4.GEMMA4:
+        gemma4.check_layers(raw, name)
+    elif not (mixes_linear(raw) if kind in RECURRENT else fully_attends(raw)) or raw.get("use_sliding_window"):
         raise UserError(
             f"{name} has layers without full attention (layer_types={brief(raw.get('layer_types'))}); the cache of "
             "sliding-window layers, for one, cannot be shortened here: use a full-attention model"
@@ -54,7 +61,8 @@ def check_target(raw: Json, name: str) -> None:
     for key in LIMITS:
         if raw.get(key) is not None:
             Reader(raw, f"{name}/config.json").integer(key)
-    check_rope(raw, name)
+    for part in gemma4.rope_parts(raw) if kind in gemma4.GEMMA4 else (raw,):
+        check_rope(part, name, (*ROPE_TYPES, *gemma4.ROPE_TYPES) if kind in gemma4.GEMMA4 else ROPE_TYPES)
 
 
 def text_config(raw: Json, name: str) -> Json:
@@ -73,7 +81,7 @@ def mixes_linear(raw: Json) -> bool:
     return isinstance(kinds, list) and {LINEAR, "full_attention"} == set(map(str, cast(list[object], kinds)))
 
 
-def check_rope(raw: Json, name: str) -> None:
+def check_rope(raw: Json, name: str, types: Collection[str] = ROPE_TYPES) -> None:
     """Refuse rotary embeddings that depend on how long a forward is: plain and speculative decoding would differ."""
     for key in ("rope_parameters", "rope_scaling"):
         parameters = raw.get(key)
@@ -83,11 +91,11 @@ def check_rope(raw: Json, name: str) -> None:
             raise UserError(f"{name}: {key}={brief(parameters)} must be an object; fetch config.json again")
         rope = cast(Json, parameters)
         for kind in (rope[field] for field in ("rope_type", "type") if rope.get(field) is not None):
-            if kind not in ROPE_TYPES:
+            if kind not in types:
                 raise UserError(
                     f"{name} has RoPE of type {brief(kind)}; types whose frequencies change with the length of a "
                     "forward, as longrope and dynamic do, cannot be decoded exactly, because a verification is "
-                    f"longer than a plain step: use a model with one of {', '.join(ROPE_TYPES)}"
+                    f"longer than a plain step: use a model with one of {', '.join(types)}"
                 )
         if any(isinstance(value, Mapping) for value in rope.values()):
             raise UserError(f"{name}: {key} differs by layer, which is not supported; use a model with one RoPE")
@@ -96,7 +104,8 @@ def check_rope(raw: Json, name: str) -> None:
 def is_drafter(raw: Json) -> bool:
     """Whether a config has fields that only drafters have."""
     own = ("dflash_config", "target_layer_ids", "block_size", "draft_vocab_size")
-    return any(key in raw for key in own) or raw.get("architectures") == [EAGLE3_ARCHITECTURES[0]]
+    named = raw.get("architectures") == [EAGLE3_ARCHITECTURES[0]] or raw.get("model_type") in ASSISTANTS
+    return named or any(key in raw for key in own)
 
 
 def of_layers(raw: Json) -> str:
@@ -142,8 +151,8 @@ def detect_family(raw: Json, name: str, tensors: Callable[[], Iterable[str]] = t
         return "dflash"
     elif architecture in EAGLE3_ARCHITECTURES or is_safeailab(raw, tensors):
         return "eagle3"
-    elif is_mtp(raw, tensors):
-        return MTP_FAMILY
+    elif (family := of_model_type(raw, tensors)) is not None:
+        return family
     elif not is_drafter(raw):
         found = (
             f"a plain {architecture}, not a drafter; give it as the target (--model), and a drafter trained for it "
@@ -152,6 +161,13 @@ def detect_family(raw: Json, name: str, tensors: Callable[[], Iterable[str]] = t
     else:
         found = f"of architecture {brief(architecture)} with projector type {brief(projector)}"
     raise UserError(f"{name} is {found}; supported families: {', '.join(FAMILIES)}")
+
+
+def of_model_type(raw: Json, tensors: Callable[[], Iterable[str]]) -> str | None:
+    """The family of a checkpoint that a model type of Hugging Face's tells; None: of none."""
+    if raw.get("model_type") in ASSISTANTS:
+        return GEMMA_FAMILY
+    return MTP_FAMILY if is_mtp(raw, tensors) else None
 
 
 def foreign(raw: Json, architecture: str) -> str | None:
@@ -222,19 +238,46 @@ def misfits(config: HostConfig, target: HFTarget, name: str) -> Iterator[Misfit]
             f"{name} taps the layers {list(taps)} of a target with layers 0..{target.num_layers - 1}; taps must "
             f"increase and stay below {target.num_layers - 1} (the last layer's state exists normed and un-normed)",
         )
-    if config.rope_theta != target.rope_theta and not config.own_rope:
-        yield Misfit(
-            "rope_theta",
-            f"{name} has RoPE base {config.rope_theta:g}, {target.name} {target.rope_theta:g}; a drafter run "
-            "with another base than it was trained with accepts almost nothing: correct rope_theta in its config.json"
-            + ("" if isinstance(config, BlockConfig) else ", or name the right one (--draft-rope-theta)"),
-        )
+    yield from turned_otherwise(config, target, name)
     if isinstance(config, BlockConfig) and config.mask_token_id >= config.vocab_size:
         yield Misfit(
             "mask_token_id",
             f"{name}: mask_token_id={config.mask_token_id} is out of range; the vocabulary has "
             f"{config.vocab_size} tokens: correct config.json",
         )
+
+
+def turned_otherwise(config: HostConfig, target: HFTarget, name: str) -> Iterator[Misfit]:
+    """RoPE must be the target's; a drafter that reads its target's keys must find them as it expects them."""
+    if config.borrows:
+        yield from not_lent(config, target, name)
+    elif config.rope_theta != target.rope_theta and not config.own_rope:
+        yield Misfit(
+            "rope_theta",
+            f"{name} has RoPE base {config.rope_theta:g}, {target.name} {target.rope_theta:g}; a drafter run "
+            "with another base than it was trained with accepts almost nothing: correct rope_theta in its config.json"
+            + ("" if isinstance(config, BlockConfig) else ", or name the right one (--draft-rope-theta)"),
+        )
+
+
+def not_lent(config: HostConfig, target: HFTarget, name: str) -> Iterator[Misfit]:
+    """Keys and values that are not there, or of another shape or rotation."""
+    for kind, wanted in config.borrows.items():
+        given = target.lends.get(kind)
+        if given is None:
+            yield Misfit(
+                "model_type",
+                f"{name} reads keys and values of {kind} that a Gemma 4 target lends, {target.name} lends none; use "
+                "the target it was trained for",
+            )
+            return
+        for key in ("heads", "head_dim", "rope_theta", "turning"):
+            if (ours := getattr(wanted, key)) != (theirs := getattr(given, key)):
+                yield Misfit(
+                    "text_config",
+                    f"{name} expects {key} {ours:g} of {kind}, {target.name} has {theirs:g}; use the drafter trained "
+                    "for this target",
+                )
 
 
 def check_pair(config: HostConfig, target: HFTarget, name: str) -> None:

@@ -6,6 +6,7 @@ EAGLE-3 has one layout, specforge, which SafeAILab's code reads as well.
 Sources: the checkpoints of z-lab, DeepSpec, SpecForge and Domino, and the loaders that read them.
 """
 
+import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,8 +19,7 @@ from dloop import checkpoint
 from dloop.detect import check_heads, check_pair, detect_family
 from dloop.drafters.config import BlockConfig, Json
 from dloop.drafters.families import READERS, build, named
-from dloop.drafters.host import HostConfig
-from dloop.drafters.mtp import MTPConfig, write_mtp
+from dloop.drafters.host import HostConfig, PublishedConfig
 from dloop.errors import UserError
 from dloop.load import DEMO, EMBEDDING, HEAD
 from dloop.targets.hf import HFTarget
@@ -67,8 +67,8 @@ def in_layout(
                 f"the drafter's {key} is not its target's, and the {layout} layout has no place for it; "
                 "give the target that it was trained for, or keep the deepspec layout"
             )
-    if isinstance(read, MTPConfig):
-        return write_mtp(read, str(config["dtype"])), rest
+    if isinstance(read, PublishedConfig):
+        return cast(dict[str, object], json.loads(read.published)), rest
     if not isinstance(read, BlockConfig):
         top = {key: value for key, value in config.items() if key != "auto_map"}
         return top | {"architectures": [read.architecture]}, rest

@@ -20,8 +20,9 @@ from dloop.drafters.gap import READINGS
 from dloop.drafters.host import HostConfig, HostDrafter
 from dloop.drafters.mtp import is_mtp, no_head
 from dloop.errors import UserError
+from dloop.targets.adapters import adapter_of
 from dloop.targets.hf import HFTarget
-from dloop.targets.recurrent import RECURRENT, RecurrentTarget, require_version, tell_path
+from dloop.targets.recurrent import RecurrentTarget, tell_path
 from dloop.types import GapRows, Vocabulary
 
 DTypeName = Literal["float32", "bfloat16"]
@@ -62,9 +63,7 @@ def load_target(
         folder = checkpoint.resolve(name_or_path, revision, "target")
     raw = checkpoint.read_json(folder / "config.json", name_or_path)
     check_target(raw, name_or_path)
-    recurrent = raw["model_type"] in RECURRENT
-    if recurrent:
-        require_version(name_or_path)
+    adapter = adapter_of(raw["model_type"], name_or_path)
     stored = checkpoint.check_headers(folder, name_or_path)
     with one_line(name_or_path):
         config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder, trust_remote_code=False)).get_text_config()
@@ -75,20 +74,19 @@ def load_target(
     nn.Module.to(model, where)  # transformers' own `to` is typed as something else
     model.eval().requires_grad_(False)
     checkpoint.check_finite(name_or_path, {**dict(model.named_parameters()), **dict(model.named_buffers())})
-    if recurrent:
+    if adapter is RecurrentTarget:
         tell_path(name_or_path)
-    kind = RecurrentTarget if recurrent else HFTarget
-    return on_engine(kind(name=name_or_path, model=model, stop_ids=stop_ids, folder=folder), engine)
+    return on_engine(adapter(name=name_or_path, model=model, stop_ids=stop_ids, folder=folder), engine)
 
 
 def on_engine(twin: HFTarget, engine: Engine) -> HFTarget:
     """The target on the engine asked for; "auto" falls back to the twin and says why. Raises UserError for "fast"."""
     if engine == "twin":
         return twin
-    if isinstance(twin, RecurrentTarget):
+    if (lacking := twin.beyond_fast) is not None:
         if engine == "fast":
             raise UserError(
-                f"--engine fast: the fast path has no recurrent layers, as {twin.name} has; use auto or twin"
+                f"--engine fast: the fast path has no {lacking} layers, as {twin.name} has; use auto or twin"
             )
         return twin
     from dloop.fast.target import FastTarget
@@ -120,8 +118,10 @@ def one_line(name: str) -> Generator[None, None, None]:
 
 def check_numbers(config: PretrainedConfig, stored: int, name: str) -> None:
     """Refuse numbers that transformers takes and no model has, and sizes far beyond the stored weights."""
-    theta = (config.rope_parameters or {}).get("rope_theta")
-    for key, value, below in (("rms_norm_eps", config.rms_norm_eps, 1.0), ("rope_theta", theta, MAX_BASE)):
+    rope = config.rope_parameters or {}  # by kind of layer, or one for all
+    parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
+    bases = [("rope_theta", part.get("rope_theta"), MAX_BASE) for part in parts]
+    for key, value, below in [("rms_norm_eps", config.rms_norm_eps, 1.0), *bases]:
         if not isinstance(value, int | float) or not 0 < value < below:
             raise UserError(
                 f"{name}: {key}={brief(value)} must be a number above 0 and below {below:g}; fetch config.json again"
@@ -159,8 +159,8 @@ def load_drafter(
     gap_rows: GapRows | None = None,
     rope_theta: float | None = None,
 ) -> HostDrafter:
-    """Load a drafter for this target: a folder, a hub id, "demo" (shipped, for the offline target), or "mtp" (the head
-    that a Qwen3.5 target brings along).
+    """Load a drafter for this target: a folder, a hub id (Gemma 4's assistants too), "demo" (shipped, for the offline
+    target), or "mtp" (the head that a Qwen3.5 target brings along).
 
     `gap_rows` (block families) overrides the reading that the checkpoint names, `rope_theta` (EAGLE-3) the RoPE base:
     some were trained with another one than their config says. Raises UserError saying what was found.
@@ -263,18 +263,18 @@ def own_vocabulary(config: HostConfig, tensors: dict[str, Tensor], target: HFTar
     for key, kept in zip(keys, (shared.embedding, shared.head), strict=False):
         weight = tensors.pop(key)
         checkpoint.check_values(name, {key: weight})
-        expected = (len(kept), config.hidden_size)
+        expected = (len(kept), config.embedding_size)
         if weight.shape != expected:
             raise UserError(f"{name}: {key} is {tuple(weight.shape)}; expected {expected} as in {target.name}")
         moved = weight.to(device=target.device, dtype=target.dtype)
         own.append(kept if torch.equal(moved, kept) else moved)  # equal by construction: keep one copy
     embedding, head = [*own, *(shared.embedding, shared.head)[len(own) :]]
-    if embedding.shape[1] != config.hidden_size:
+    if embedding.shape[1] != config.embedding_size:
         raise UserError(
             f"{name} has hidden size {config.hidden_size} and no embed_tokens.weight, and the embedding of "
             f"{target.name} is {embedding.shape[1]} wide: use the drafter trained for this target"
         )
-    return Vocabulary(embedding=embedding, head=head)
+    return Vocabulary(embedding=embedding, head=head, softcap=shared.softcap)
 
 
 def read_stop_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 from torch import Tensor
 
 from dloop.drafters.chain import ChainDrafter
+from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
 from dloop.drafters.host import HostDrafter
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.errors import UserError
@@ -23,7 +24,7 @@ from dloop.trees.shape import TreeShape
 from dloop.types import GREEDY_BELOW
 
 MOST_DEPTH = 1024  # tokens of a stage
-DEPTH_FLAGS = {"eagle3": "draft_depth", MTP_FAMILY: "mtp_k"}  # what says how many, by family
+DEPTH_FLAGS = {"eagle3": "draft_depth", MTP_FAMILY: "mtp_k", GEMMA_FAMILY: "mtp_k"}  # what says how many, by family
 
 Verify = Literal["auto", "match", "reject"]
 Budget = int | Literal["host"]

@@ -3,11 +3,10 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dloop.checkpoint import write_checkpoint
 from dloop.doubles import Script as Script
@@ -24,74 +23,25 @@ from dloop.drafters.draft_vocab import maps_of
 from dloop.drafters.dspark import DSpark
 from dloop.drafters.eagle3 import Eagle3, Eagle3Config
 from dloop.drafters.families import build, loaded, write_config
+from dloop.drafters.gemma4 import FAMILY as GEMMA_FAMILY
+from dloop.drafters.gemma4 import Assistant, read_assistant
 from dloop.drafters.host import HostDrafter
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.drafters.mtp import read_mtp
 from dloop.export import Layout, in_layout
+from dloop.lent import FULL, SLIDING
+from dloop.lent import KINDS as KINDS_LENT
 from dloop.loop import Session, Task, run_many
 from dloop.targets.hf import HFTarget
-from dloop.targets.recurrent import RecurrentTarget, is_offered
+from dloop.tiny import CHAIN_KINDS as CHAIN_KINDS
+from dloop.tiny import HIDDEN_SIZE, PARTIAL, fill, settle_linear
+from dloop.tiny import KINDS as KINDS
+from dloop.tiny import WINDOW_KINDS as WINDOW_KINDS
+from dloop.tiny import tiny_target as tiny_target
 from dloop.train.batch import TrainBatch
 from dloop.train.objective import ObjectiveSettings
 from dloop.train.objectives import objective_of
 from dloop.types import FinishReason, First, GapRows, Round
-
-Kind = Literal["qwen3", "qwen2", "llama", "llama_tied", "qwen3_5"]
-KINDS: tuple[Kind, ...] = ("qwen3", "qwen2", "llama", "llama_tied")  # that can verify trees
-CHAIN_KINDS: tuple[Kind, ...] = ("qwen3_5",) if is_offered() else ()  # that cannot
-HIDDEN_SIZE = 32
-PARTIAL = {"partial_rotary_factor": 0.5, "mrope_section": [2, 0, 0], "mrope_interleaved": True}
-
-
-def tiny_target(kind: Kind = "qwen3", *, seed: int = 0, vocab_size: int = 97, num_layers: int = 4) -> HFTarget:
-    """A random float32 target of 256 positions; its texts vary, and each weight, biases too, makes a difference."""
-    recurrent, tied = kind == "qwen3_5", kind.endswith("_tied")
-    config = AutoConfig.for_model(  # pyright: ignore[reportUnknownMemberType]
-        "qwen3_5_text" if recurrent else kind.removesuffix("_tied"),
-        vocab_size=vocab_size,
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=2 * HIDDEN_SIZE,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0} | (PARTIAL if recurrent else {}),
-        tie_word_embeddings=tied,
-        eos_token_id=None,
-        **(linear_layers(num_layers) if recurrent else {}),
-    )
-    model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))  # pyright: ignore[reportUnknownMemberType]
-    fill(model, seed)
-    with torch.no_grad():  # signs: a tied head would otherwise repeat the last token for ever
-        model.get_parameter("model.norm.weight")[::3] *= -1
-        model.get_parameter("model.embed_tokens.weight" if tied else "lm_head.weight").mul_(0.7 if tied else 4.0)
-    if recurrent:
-        settle_linear(model)
-    adapter = RecurrentTarget if recurrent else HFTarget
-    return adapter(name=f"tiny {kind}", model=model.eval().requires_grad_(False), stop_ids=frozenset())
-
-
-def linear_layers(num_layers: int) -> dict[str, object]:
-    """What Qwen3.5 adds to a config: layers of linear and of full attention in turn."""
-    return {
-        "layer_types": [("linear_attention", "full_attention")[i % 2] for i in range(num_layers)],
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    }
-
-
-@torch.no_grad()
-def settle_linear(model: nn.Module) -> None:
-    """Norms that add 1 to their weight have gains like the others; states forget slowly, so that a text counts."""
-    for name, weight in model.named_parameters():
-        if name.endswith("norm.weight") and "linear_attn" not in name:
-            weight.sub_(1)
-        elif name.endswith(("A_log", "dt_bias")):
-            weight.sub_(3)
 
 
 def tiny_drafter(
@@ -124,6 +74,8 @@ def tiny_drafter(
         model = tiny_eagle3(shape).to(target.dtype)
     elif family == MTP_FAMILY:
         model = build(read_mtp(tiny_qwen35(target), "tiny")).to(target.dtype)
+    elif family == GEMMA_FAMILY:
+        model = build(read_assistant(tiny_assistant(target), "tiny").for_target(target.num_layers)).to(target.dtype)
     else:
         label_shift = int(family == "dflash")
         shape |= {"num_layers": 2, "mask_token_id": target.vocab_size - 1, "gap_rows": gap_rows}
@@ -132,6 +84,8 @@ def tiny_drafter(
     fill(model, seed=1)
     if family == MTP_FAMILY:
         settle_linear(model)
+    if family == GEMMA_FAMILY:
+        settle_assistant(cast(Assistant, model))
     drafter = loaded(f"tiny {family}", model.eval().requires_grad_(False), target.vocabulary)
     return drafter.at_depth(stage_len) if isinstance(drafter, ChainDrafter) else drafter
 
@@ -171,6 +125,53 @@ def tiny_qwen35(target: HFTarget) -> dict[str, object]:
         "max_position_embeddings": target.context,
         "mtp_num_hidden_layers": 1,
     }
+
+
+def tiny_assistant(target: HFTarget) -> dict[str, object]:
+    """A config of a Gemma 4 assistant for this target, narrower than it; in the released form."""
+    sliding, full = (target.lends[kind] for kind in KINDS_LENT)
+    return {
+        "architectures": ["Gemma4UnifiedAssistantForCausalLM"],
+        "model_type": "gemma4_unified_assistant",
+        "dtype": "float32",
+        "backbone_hidden_size": target.hidden_size,
+        "use_ordered_embeddings": False,
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "gemma4_unified_text",
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "num_kv_shared_layers": 3,
+            "layer_types": [SLIDING, SLIDING, FULL],
+            "num_attention_heads": 4,
+            "num_key_value_heads": sliding.heads,
+            "num_global_key_value_heads": full.heads,
+            "head_dim": sliding.head_dim,
+            "global_head_dim": full.head_dim,
+            "attention_k_eq_v": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "vocab_size": target.vocab_size,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": target.context,
+            "sliding_window": sliding.window,
+            "rope_parameters": {
+                SLIDING: {"rope_type": "default", "rope_theta": sliding.rope_theta},
+                FULL: {
+                    "rope_type": "proportional",
+                    "rope_theta": full.rope_theta,
+                    "partial_rotary_factor": full.turning,
+                },
+            },
+        },
+    }
+
+
+@torch.no_grad()
+def settle_assistant(model: Assistant) -> None:
+    """The state counts beside the scaled embedding, and no token is preferred much."""
+    model.pre_projection.weight[:, : model.config.backbone_size] *= 0.2
+    model.model.embed_tokens.weight *= 0.3
 
 
 def tiny_eagle3(shape: dict[str, object]) -> Eagle3:
@@ -237,18 +238,6 @@ def teach(drafter: HostDrafter, target: HFTarget, texts: Sequence[Sequence[int]]
 def depth_of(drafter: HostDrafter, step: int) -> int:
     """How deep a step goes: the host and a loop stage in turn; or an unroll of one, two or three stages."""
     return drafter.stage_len * (1 + step % 3) if isinstance(drafter, ChainDrafter) else step % 2
-
-
-@torch.no_grad()
-def fill(module: nn.Module, seed: int) -> None:
-    """Random values for every parameter: matrices keep the scale of their input, gains lie around 1."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in module.named_parameters():
-        noise = torch.randn(weight.shape, generator=generator)
-        if weight.ndim == 1:
-            weight.copy_(0.2 * noise + (0 if name.endswith("bias") else 1))
-        else:
-            weight.copy_(noise if "embed" in name or "markov_w1" in name else noise / weight.shape[-1] ** 0.5)
 
 
 def write_target(target: HFTarget, folder: Path, max_shard_size: str = "1GB") -> Path:

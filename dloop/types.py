@@ -96,6 +96,7 @@ class Vocabulary:
 
     embedding: Float[Tensor, "V D"]
     head: Float[Tensor, "V D"]
+    softcap: float | None = None  # the target's logits are softcap * tanh(logits / softcap)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from dloop.diagnosis.intake import take_in
 from dloop.drafters.chain import ChainDrafter, ChainMemory
 from dloop.drafters.draft_vocab import most_frequent
 from dloop.drafters.eagle3 import published_taps, read_eagle3
+from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.errors import UserError
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate
@@ -34,12 +35,21 @@ from dloop.loop import Limits, Session, decode
 from dloop.sampling import Sampling
 from dloop.settings import Settings
 from dloop.targets.hf import HFTarget
-from dloop.testing import CHAIN_KINDS, gather, taught_drafter, tiny_drafter, tiny_target, write_drafter, write_target
+from dloop.testing import (
+    CHAIN_KINDS,
+    WINDOW_KINDS,
+    gather,
+    taught_drafter,
+    tiny_drafter,
+    tiny_target,
+    write_drafter,
+    write_target,
+)
 from dloop.train.batch import TrainBatch
 from dloop.train.objective import ObjectiveSettings
 from dloop.train.objectives import objective_of
 from dloop.train.trainer import length_at
-from dloop.train.unroll import Unroll, UnrollObjective
+from dloop.train.unroll import UnrollObjective
 from dloop.types import Features, Stage, StageRequest
 
 PROMPT = [5, 9, 11, 60, 2]
@@ -389,6 +399,8 @@ def decode_lawfully(target: HFTarget, memory: ChainMemory, judge, *, max_stages:
 
 
 CHAINS = [("eagle3", "qwen3"), ("eagle3", "llama_tied"), *((MTP_FAMILY, kind) for kind in ("qwen3", *CHAIN_KINDS))]
+CHAINS += [("eagle3", kind) for kind in WINDOW_KINDS]
+LODGERS = [(GEMMA_FAMILY, kind) for kind in WINDOW_KINDS]  # without rows of their own
 
 
 @pytest.mark.parametrize(("family", "kind"), CHAINS)
@@ -491,7 +503,7 @@ def double(target: HFTarget, family: str = "eagle3") -> ChainDrafter:
     return replace(drafter, vocabulary=target.vocabulary)
 
 
-@pytest.mark.parametrize(("family", "kind"), CHAINS)
+@pytest.mark.parametrize(("family", "kind"), CHAINS + LODGERS)
 @pytest.mark.parametrize("rows", [512, 7], ids=["one piece", "pieces"])
 def test_the_unroll_is_the_deployed_chain_in_float64(rows, family, kind, monkeypatch):
     """Every depth of an unroll of three host stages, with the ground truth as drafted tokens."""
@@ -500,8 +512,7 @@ def test_the_unroll_is_the_deployed_chain_in_float64(rows, family, kind, monkeyp
     target.model.double()
     drafter, batch = double(target, family), random_batch(target, [40, 33], 40)
     features = target.features(batch.tokens, drafter.taps)
-    read = drafter.model.reads(features.taps, features.last)
-    unroll = Unroll.begin(drafter.model, drafter.vocabulary, batch, read)
+    unroll = objective_of(drafter.model, drafter.vocabulary, ObjectiveSettings()).begin(batch, features)
     states = [unroll.forward() for _ in range(21)]
     for sample in range(2):
         for start in (1, 5, 12):
@@ -515,9 +526,9 @@ def test_the_unroll_is_the_deployed_chain_in_float64(rows, family, kind, monkeyp
                 assert worst < 1e-9, f"step {step}, start {start}: {worst}"
 
 
-@pytest.mark.parametrize("family", ["eagle3", MTP_FAMILY])
-def test_rows_in_pieces_give_the_same_gradients(monkeypatch, family):
-    target = tiny_target("qwen3", num_layers=4, seed=1)
+@pytest.mark.parametrize(("family", "kind"), [("eagle3", "qwen3"), (MTP_FAMILY, "qwen3"), *LODGERS])
+def test_rows_in_pieces_give_the_same_gradients(monkeypatch, family, kind):
+    target = tiny_target(kind, num_layers=4, seed=1)
     target.model.double()
     batch, found = random_batch(target, [40, 33], 40), []
     for rows in (512, 7):
@@ -696,7 +707,10 @@ def test_flags_of_eagle3_are_refused_for_blocks(home, target, capsys):
     for more in (["--ttt-length-dist", "7"], ["--loss-mask-shift", "1"]):
         words = command(home, "--draft-init-path", str(home / "block"), "--max-steps", "1", "--num-anchors", "2", *more)
         assert entry(["train", *words]) == 2
-        assert f"{more[0]} {more[1]} is for eagle3 and mtp-qwen3.5, this drafter is dspark" in capsys.readouterr().err
+        assert (
+            f"{more[0]} {more[1]} is for eagle3 and mtp-qwen3.5 and mtp-gemma4, this drafter is dspark"
+            in capsys.readouterr().err
+        )
 
 
 def test_a_base_named_in_training_is_written_and_needs_no_flag_afterwards(home, target, capsys):
@@ -736,7 +750,7 @@ def test_the_published_flags_and_defaults_arrive(capsys):
 
 def test_what_is_not_offered_is_refused_with_the_way_out():
     given = {
-        "mtp": "gemma4", "is_preformatted": None, "train_only_last_turn": None, "is_vlm": None, "total_steps": "5",
+        "is_preformatted": None, "train_only_last_turn": None, "is_vlm": None, "total_steps": "5",
         "trust_remote_code": None, "embedding_key": "x", "lm_head_key": "x", "lk_loss_type": "alpha", "kl_scale": "2.0",
         "kl_decay": "2.0", "tp_size": "2", "sp_ulysses_size": "2", "sp_ring_size": "2", "shard_target_output": None,
         "train_hidden_states_path": "x", "eval_data_path": "x", "eval_hidden_states_path": "x",
@@ -759,7 +773,9 @@ def test_the_script_trains(home, target, capsys):
     assert loaded("train_eagle3").main(words) == 0
     assert dloop.load_drafter(capsys.readouterr().out.strip(), target).family == "eagle3"
     assert loaded("train_eagle3").main([*words, "--mtp", "gemma4"]) == 2
-    assert "train_eagle3.py: error: --mtp gemma4 is not offered" in capsys.readouterr().err
+    assert (
+        "train_eagle3.py: error: --mtp gemma4" in (said := capsys.readouterr().err) and "is a drafter of eagle3" in said
+    )
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

@@ -10,6 +10,7 @@ from dloop.checkpoint import read_tensors, write_checkpoint
 from dloop.cli.main import entry
 from dloop.drafters.config import read_dspark
 from dloop.drafters.families import READERS
+from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
 from dloop.export import EMBEDDING, HEAD, early, flat, nested
 from dloop.load import load_drafter, load_target
 from dloop.testing import tiny_drafter, tiny_target, write_drafter, write_target
@@ -22,7 +23,7 @@ def folders(request, tmp_path_factory):
     target = tiny_target(request.param)
     target.model.bfloat16()
     write_target(target, home / "target")
-    for family in READERS:
+    for family in READERS.keys() - {GEMMA_FAMILY}:  # which needs a target that lends its keys
         name = "specforge" if family == "dspark" else family
         write_drafter(tiny_drafter(target, family=family), home / name, "specforge")
     return home

@@ -18,7 +18,7 @@ from dloop.drafters.families import READERS, build
 from dloop.drafters.gap import READINGS
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
-from dloop.testing import KINDS, tiny_drafter, tiny_target, write_drafter, write_target
+from dloop.testing import KINDS, WINDOW_KINDS, tiny_drafter, tiny_target, write_drafter, write_target
 from dloop.types import StageRequest
 
 PROMPT = [5, 9, 11, 60]
@@ -370,7 +370,7 @@ def test_remote_code_is_never_run(target, folder, target_folder, tmp_path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, *WINDOW_KINDS))
 @pytest.mark.parametrize("shard", ["1GB", "30KB"], ids=["single", "sharded"])
 def test_targets_are_loaded_exactly(kind, shard, tmp_path):
     written = tiny_target(kind, num_layers=3)
@@ -379,7 +379,7 @@ def test_targets_are_loaded_exactly(kind, shard, tmp_path):
     mine, theirs = read.model.state_dict(), written.model.state_dict()
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
     assert (read.num_layers, read.hidden_size, read.vocab_size, read.context) == (3, 32, 97, 256)
-    assert read.rope_theta == 10_000.0
+    assert read.rope_theta == (100_000.0 if kind == "gemma4" else 10_000.0)
     assert read.stop_ids == frozenset()
     plain = [dloop.generate_autoregressive(t, PROMPT, 12).tokens for t in (read, written)]
     assert plain[0] == plain[1]

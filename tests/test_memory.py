@@ -22,7 +22,7 @@ from dloop.judge import Match
 from dloop.loop import Limits, Session, decode
 from dloop.sampling import Sampling
 from dloop.targets.hf import HFMemory, HFTarget
-from dloop.testing import KINDS, chain, gather, good_drafter, tiny_drafter, tiny_target
+from dloop.testing import KINDS, WINDOW_KINDS, chain, gather, good_drafter, tiny_drafter, tiny_target
 from dloop.types import Draft, Features, Rows, Seen, Stage, StageRequest, Verdict, VerifyRequest
 
 TOLERANCE = 1e-5  # float32, the same products in another order
@@ -32,7 +32,7 @@ PROMPT = [5, 9, 11, 60, 2]
 K = 3
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=(*KINDS, *WINDOW_KINDS))
 def target(request) -> HFTarget:
     return tiny_target(request.param, num_layers=3)
 

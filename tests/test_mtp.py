@@ -371,7 +371,7 @@ def test_the_example_trains_the_built_in_head(home, tmp_path):
         assert (command.target_model_path, command.draft_init_path) == ("Qwen/Qwen3.5-9B", start)
         assert (command.ttt_length_dist, command.num_epochs, command.chat_template) == ((3, 6, 9), 1, "model")
     done = example("9B")
-    assert done.returncode == 2 and done.stderr.strip().endswith("run_dloop_mtp.sh qwen3.5")
+    assert done.returncode == 2 and done.stderr.strip().endswith("run_dloop_mtp.sh qwen3.5|gemma4")
 
 
 def test_a_config_that_was_read_is_written_again():

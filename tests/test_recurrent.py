@@ -15,7 +15,7 @@ from dloop.cli.main import entry
 from dloop.errors import UserError
 from dloop.gate import ALWAYS_OPEN, FixedGate
 from dloop.loop import Limits, Session, decode
-from dloop.targets import recurrent
+from dloop.targets import recurrent, release
 from dloop.targets.hf import cache_argument
 from dloop.targets.recurrent import LINEAR, RecurrentMemory, RecurrentTarget
 from dloop.testing import ScriptedDrafter, chain, gather, tiny_target, write_target
@@ -260,7 +260,7 @@ def test_where_flash_linear_attention_is_installed_nothing_is_said(monkeypatch, 
 
 def test_an_older_transformers_is_refused_with_the_way_out(target, tmp_path, monkeypatch):
     folder = write_target(target, tmp_path)
-    monkeypatch.setattr(recurrent, "version", lambda name: "5.8.1")
+    monkeypatch.setattr(release, "version", lambda name: "5.8.1")
     with pytest.raises(UserError, match=r"needs transformers >= 5.16, not 5.8.1: pip install"):
         dloop.load_target(str(folder))
     assert importlib.metadata.version("transformers") != "5.8.1"

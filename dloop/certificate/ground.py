@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 
 from dloop.api import Generation, collect, start
 from dloop.certificate.findings import Fault, Kind, Pair, Part
@@ -79,7 +78,7 @@ def decode_text(pair: Pair, drafter: HostDrafter | None, prompt: list[int], sett
 def full_rows(target: HFTarget, prompt: Sequence[int], tokens: Sequence[int]) -> Float[Tensor, "T V"]:
     """The logits of all these tokens from one forward over the whole text: no memory, no positions of ours."""
     ids = torch.tensor([[*prompt, *tokens]], device=target.device)
-    return F.linear(target.features(ids, ()).last[0, len(prompt) - 1 : -1], target.vocabulary.head)
+    return target.logits(target.features(ids, ()).last[0, len(prompt) - 1 : -1])
 
 
 def lay_ground(pair: Pair, prompt: list[int], settings: Settings, place: Place) -> tuple[Ground, list[Fault]]:

@@ -15,11 +15,10 @@ ACCUMULATION = "--draft-accumulation-steps"
 ONE_DEVICE = "the target runs on one device; leave it out"
 NO_EVALUATION = "leave it out, and measure a checkpoint on prompts: dloop generate --draft-model ..."
 BUILT_IN = "mtp"
-HOST_LENGTH = {None: 7, "qwen3.5": 3}  # of an unroll, by --mtp
+HOST_LENGTH = {None: 7, "qwen3.5": 3, "gemma4": 6}  # of an unroll, by --mtp
 OWN_LOSS = "the objective is the published cross-entropy with the target's law; leave it out"
 # field -> (values that are taken, the way out for all others)
 TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
-    "mtp": ((None, "qwen3.5"), "Gemma 4's assistant is not trained so far; leave it out"),
     "is_preformatted": ((False,), "give conversations with roles, or tokens (.npz)"),
     "train_only_last_turn": ((False,), "every answer is a label; leave it out, or cut the conversations"),
     "is_vlm": ((False,), "targets read text alone; leave it out"),
@@ -52,7 +51,9 @@ class Published(Command):
     ckpt_dir: str | None = option(None, "EAGLE-3 checkpoint to start from; its vocabulary map is kept", group="models")
     draft_model_config: Path | None = option(None, "config.json of a new drafter", group="models")
     mtp: Literal["qwen3.5", "gemma4"] | None = option(
-        None, "train an MTP head instead: the target's built-in one, or that of --ckpt-dir", group="models"
+        None,
+        "train an MTP head instead: Qwen3.5's built-in one or that of --ckpt-dir; the Gemma 4 assistant of --ckpt-dir",
+        group="models",
     )
     chat_template: Literal["model", "qwen", "llama3"] = option(  # pyright: ignore[reportIncompatibleVariableOverride]
         "llama3", "how conversations are written; name one, the published llama3 is not offered", group="data"
@@ -67,7 +68,9 @@ class Published(Command):
     seed: int = option(0, "of the order of the data and the lengths", group="run")
     save_interval: int = option(5000, "steps between checkpoints", group="run")
     ttt_length: int | None = option(
-        None, "length of the unroll without --ttt-length-dist; 7 for EAGLE-3, 3 for Qwen3.5", group="objective"
+        None,
+        "length of the unroll without --ttt-length-dist; 7 for EAGLE-3, 3 for Qwen3.5, 6 for Gemma 4",
+        group="objective",
     )
     ttt_length_dist: tuple[int, ...] | None = option(
         None, "lengths of the unroll, one drawn each step", group="objective"
@@ -136,14 +139,19 @@ def head_of(command: Published, start: str | None) -> str:
     if command.draft_model_config is not None or command.draft_config_path is not None:
         raise UserError(f"--mtp {command.mtp} trains a head that is there, not one of a config; leave the config out")
     if start in (None, BUILT_IN):
+        if command.mtp == "gemma4":
+            raise UserError(
+                "--mtp gemma4 trains an assistant, which is a checkpoint of its own; give it as --ckpt-dir, "
+                "google/gemma-4-12B-it-assistant say"
+            )
         return BUILT_IN
     from dloop import checkpoint  # torch only from here on
-    from dloop.detect import MTP_FAMILY, detect_family
+    from dloop.detect import GEMMA_FAMILY, MTP_FAMILY, detect_family
 
     folder = checkpoint.resolve(start, None, "--ckpt-dir")
     raw = checkpoint.read_json(folder / "config.json", start)
     family = detect_family(raw, start, lambda: checkpoint.tensor_names(folder))
-    if family != MTP_FAMILY:
+    if family != {"qwen3.5": MTP_FAMILY, "gemma4": GEMMA_FAMILY}[command.mtp or "qwen3.5"]:
         raise UserError(f"--mtp {command.mtp}: {start} is a drafter of {family}; give a head, or leave out --mtp")
     return start
 

@@ -39,7 +39,8 @@ def run(command: Command) -> int | None:
     check_output(command.output_dir, command.overwrite)
     hush()
     config, tensors = read_drafter(command.draft_model, command.draft_revision)
-    stored = tensors.get(EMBEDDING, tensors["norm.weight"]).dtype
+    first = [tensors[EMBEDDING]] if EMBEDDING in tensors else tensors.values()
+    stored = next(tensor.dtype for tensor in first if tensor.is_floating_point())
     names = [name for name, dtype in DTYPES.items() if dtype == stored]
     if not names:
         raise UserError(f"{command.draft_model} is stored as {stored}; only {' and '.join(DTYPES)} can be exported")

@@ -77,7 +77,9 @@ class Decoding(Common):
     draft_rope_theta: float | None = option(
         None, "RoPE base that the drafter was trained with, where its config says another (EAGLE-3)", group=TREES
     )
-    mtp_k: int | None = option(None, "drafting steps of a stage (MTP); 3 by default for Qwen3.5", group=TREES)
+    mtp_k: int | None = option(
+        None, "drafting steps of a stage (MTP); 3 by default for Qwen3.5, 6 for Gemma 4", group=TREES
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from dloop.cli.args import Common, option, required
 class Command(Common):
     """Train a drafter for a target: the host's own objective, and a loop stage in the layout decoding runs.
 
-    The drafter decides the family: DFlash, DSpark, Domino, EAGLE-3 or Qwen3.5's MTP head.
+    The drafter decides the family: DFlash, DSpark, Domino, EAGLE-3, Qwen3.5's MTP head or Gemma 4's assistant.
     Start from a drafter (--draft-init-path) or from the target's own layers (--draft-config-path, --init-layers).
     Checkpoints epoch_E_step_S in --output-dir load as --draft-model. Ctrl-C saves; --resume goes on exactly there.
     """
@@ -81,7 +81,7 @@ class Command(Common):
     ttt_length_dist: tuple[int, ...] | None = option(
         None,
         "EAGLE-3, MTP: lengths of the unroll, one drawn each step; one number trains the host alone; by default one, "
-        "two or three stages: 7,14,21 for EAGLE-3, 3,6,9 for Qwen3.5's head",
+        "two or three stages: 7,14,21 for EAGLE-3, 3,6,9 for Qwen3.5's head, 6,12,18 for Gemma 4's assistant",
         group="objective",
     )
     loss_mask_shift: int = option(

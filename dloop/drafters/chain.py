@@ -43,6 +43,10 @@ class ChainModel(HostModel):
     def first(self, features: Float[Tensor, "B n F"]) -> Float[Tensor, "B n D"]:
         """The states that rows of verified positions read."""
 
+    def handed(self, states: Float[Tensor, "B n _"]) -> Float[Tensor, "B n _"]:
+        """What of the states that rows gave the next ones read."""
+        return states
+
     @abstractmethod
     def rows(
         self,
@@ -160,7 +164,7 @@ class ChainMemory:
             state.hidden = self._read(state, token)
         else:
             assert state.hidden is not None
-            state.hidden = self._rows(state, state.hidden, token, anchor - 1)
+            state.hidden = self._rows(state, self.drafter.model.handed(state.hidden), token, anchor - 1)
         if not nodes:
             return self._chain(state, anchor, Draw(request.sampling, anchor + 1))
         assert request.sampling is None
@@ -173,7 +177,7 @@ class ChainMemory:
         for row in range(self.stage_len):
             if row:
                 token = model.told(drawn[-1].token)[None]
-                state.hidden = self._rows(state, state.hidden, token, anchor + row - 1)
+                state.hidden = self._rows(state, model.handed(state.hidden), token, anchor + row - 1)
             logits.append(model.logits(state.hidden[0, 0], self.drafter.vocabulary))
             drawn.append(draw(logits[-1], row))
         return read_out(model.propose(torch.stack(logits), stacked(drawn)))

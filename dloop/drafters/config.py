@@ -34,6 +34,12 @@ LIMITS = {  # of whole numbers in a config, drafter's or target's: far beyond al
     "emb_dim": (1, 2**17),
     "gru_hidden_dim": (1, 2**17),
     "pure_draft_prefix_len": (0, 1024),
+    "backbone_hidden_size": (1, 2**17),
+    "global_head_dim": (1, 2**14),
+    "num_global_key_value_heads": (1, 4096),
+    "sliding_window": (1, 2**31),
+    "num_centroids": (1, 2**24),
+    "centroid_intermediate_top_k": (1, 2**24),
 }
 MAX_BASE = 1e15
 

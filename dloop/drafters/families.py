@@ -13,9 +13,12 @@ from dloop.drafters.domino import Domino, DominoConfig, present_names, read_domi
 from dloop.drafters.draft_vocab import with_maps
 from dloop.drafters.dspark import DSpark
 from dloop.drafters.eagle3 import Eagle3, Eagle3Config, read_eagle3, write_eagle3
-from dloop.drafters.host import HostConfig, HostDrafter, HostModel
+from dloop.drafters.gemma4 import FAMILY as GEMMA_FAMILY
+from dloop.drafters.gemma4 import Assistant, AssistantConfig, read_assistant, untied
+from dloop.drafters.host import HostConfig, HostDrafter, HostModel, PublishedConfig
+from dloop.drafters.lodger import AssistantDrafter
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
-from dloop.drafters.mtp import MTP, MTPConfig, head_names, read_mtp, with_prefix, write_mtp
+from dloop.drafters.mtp import MTP, MTPConfig, head_names, read_mtp, with_prefix
 from dloop.types import Vocabulary
 
 READERS: Mapping[str, Callable[[Json, str], HostConfig]] = {
@@ -24,6 +27,7 @@ READERS: Mapping[str, Callable[[Json, str], HostConfig]] = {
     "domino": read_domino,
     "eagle3": read_eagle3,
     MTP_FAMILY: read_mtp,
+    GEMMA_FAMILY: read_assistant,
 }
 
 
@@ -40,6 +44,8 @@ def build(config: HostConfig) -> HostModel:
             return Eagle3(config)
         case MTPConfig():
             return MTP(config)
+        case AssistantConfig():
+            return Assistant(config)
         case _:
             raise TypeError(f"{type(config).__name__} is the config of no family")
 
@@ -51,8 +57,8 @@ def write_config(config: HostConfig, dtype: str) -> dict[str, object]:
             return write_block(config, dtype)
         case Eagle3Config():
             return write_eagle3(config, dtype)
-        case MTPConfig():
-            return write_mtp(config, dtype)
+        case PublishedConfig():
+            return config.written(dtype)
         case _:
             raise TypeError(f"{type(config).__name__} is the config of no family")
 
@@ -66,6 +72,8 @@ def named(config: HostConfig, tensors: Mapping[str, Tensor], source: str) -> dic
             return with_maps(tensors, config.draft_vocab_size, config.vocab_size, source)
         case MTPConfig():
             return with_prefix(tensors)
+        case AssistantConfig():
+            return untied(tensors, source)
         case _:
             return dict(tensors)
 
@@ -81,6 +89,8 @@ def loaded(name: str, model: HostModel, vocabulary: Vocabulary, folder: Path | N
     match model:
         case BlockModel():
             return BlockDrafter(name=name, family=family, model=model, vocabulary=vocabulary, folder=folder)
+        case Assistant():
+            return AssistantDrafter(name=name, family=family, model=model, vocabulary=vocabulary, folder=folder)
         case ChainModel():
             return ChainDrafter(name=name, family=family, model=model, vocabulary=vocabulary, folder=folder)
         case _:

@@ -1,12 +1,15 @@
 """What all drafters share, block and autoregressive: the shape of a layer, and a loaded drafter without memory."""
 
+import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from torch import nn
 
+from dloop.lent import LentKind
 from dloop.loop import Drafter
 from dloop.trees.shape import TreeShape
 from dloop.types import GapRows, Vocabulary
@@ -56,9 +59,35 @@ class HostConfig:
         """Hidden size of the target's layers."""
         return self.hidden_size
 
+    @property
+    def embedding_size(self) -> int:
+        """Width of the embedding that it reads tokens with."""
+        return self.hidden_size
+
+    @property
+    def borrows(self) -> Mapping[str, LentKind]:
+        """Layers of the target whose keys and values it reads, by kind, in the order in which they are lent."""
+        return {}
+
     def for_target(self, num_layers: int) -> "HostConfig":
         """What the file leaves open, filled in for a target of so many layers."""
         return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedConfig(HostConfig):
+    """A config of a model of Hugging Face: written as it came, all that is not read here included."""
+
+    published: str  # the whole config.json, as JSON
+
+    def written(self, dtype: str) -> dict[str, object]:
+        """The config for tensors of this type."""
+        return {**cast(dict[str, object], json.loads(self.published)), "dtype": dtype}
+
+
+def as_published(raw: Mapping[str, object]) -> str:
+    """What `published` keeps of a config: all but the code of others."""
+    return json.dumps({key: value for key, value in raw.items() if key != "auto_map"})
 
 
 class HostModel(nn.Module):

@@ -3,6 +3,7 @@
 Source of the arithmetic: the Llama and Qwen3 blocks of Hugging Face transformers.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,12 @@ class Rotary(NamedTuple):
         """Rotate-half RoPE; angles in float32 at least, for any position, cast like the states afterwards."""
         wide = torch.promote_types(dtype, torch.float32)
         steps = torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=wide)
-        frequencies = 1.0 / config.rope_theta ** (steps / config.rotary_dim)
-        angles = (positions[..., None].to(wide) * frequencies).repeat(1, 1, 2)
+        return cls.turning(positions, 1.0 / config.rope_theta ** (steps / config.rotary_dim), dtype)
+
+    @classmethod
+    def turning(cls, positions: Int[Tensor, "B n"], frequencies: Float[Tensor, " h"], dtype: torch.dtype) -> "Rotary":
+        """With these frequencies, one a pair of dimensions."""
+        angles = (positions[..., None].to(frequencies.dtype) * frequencies).repeat(1, 1, 2)
         return cls(angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None])
 
     def rotate(self, x: Float[Tensor, "B H n d"]) -> Float[Tensor, "B H n d"]:
@@ -49,6 +54,19 @@ class RMSNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
+
+
+class WideRMSNorm(RMSNorm):
+    """The weight is multiplied in float32 too, and the product cast back: the order of Qwen3.5 and Gemma."""
+
+    def gain(self, dtype: torch.dtype) -> Float[Tensor, " D"]:
+        """What the normed values are multiplied by."""
+        return self.weight.to(dtype)
+
+    def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * self.gain(wide.dtype)).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -103,27 +121,31 @@ class NormedAttention(Attention):
 
 
 class MLP(nn.Module):
-    """Gated linear unit with SiLU."""
+    """Gated linear unit."""
 
-    def __init__(self, config: HostConfig) -> None:
+    def __init__(self, config: HostConfig, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
         super().__init__()
+        self.activation = activation
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Float[Tensor, "B R D"]) -> Float[Tensor, "B R D"]:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 def attend(
-    queries: Float[Tensor, "B H n d"], seen: KeyValues, mask: Bool[Tensor, "#B 1 n S"] | None = None
+    queries: Float[Tensor, "B H n d"],
+    seen: KeyValues,
+    mask: Bool[Tensor, "#B 1 n S"] | None = None,
+    scale: float | None = None,
 ) -> Float[Tensor, "B H n d"]:
-    """Softmax attention of grouped heads; `mask` True = visible, None shows everything."""
+    """Softmax attention of grouped heads; `mask` True = visible, None shows everything. `scale`: 1 / sqrt(d)."""
     batch, heads, count, dim = queries.shape
     shared = seen.keys.shape[1]
     groups = heads // shared
     # The heads of a group share keys: fold them into the rows instead of copying the keys.
     folded = queries.reshape(batch, shared, groups * count, dim)
     visible = None if mask is None else mask.repeat(1, 1, groups, 1)
-    mixed = F.scaled_dot_product_attention(folded, seen.keys, seen.values, attn_mask=visible, scale=dim**-0.5)
+    mixed = F.scaled_dot_product_attention(folded, seen.keys, seen.values, attn_mask=visible, scale=scale)
     return mixed.reshape(batch, heads, count, dim)

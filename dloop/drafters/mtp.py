@@ -6,7 +6,6 @@ their own beside the target's config.json.
 Sources: Qwen3.5's checkpoints and the head's layer in vllm-project/speculators (names, arithmetic); vLLM (chaining).
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, cast
@@ -18,8 +17,8 @@ from torch.nn import functional as F
 
 from dloop.drafters.chain import Attend, ChainModel
 from dloop.drafters.config import Json, Reader
-from dloop.drafters.host import HostConfig
-from dloop.drafters.layers import MLP, NormedAttention, RMSNorm, Rotary
+from dloop.drafters.host import PublishedConfig, as_published
+from dloop.drafters.layers import MLP, NormedAttention, Rotary, WideRMSNorm
 from dloop.drafters.memory import KeyValues
 from dloop.errors import UserError
 from dloop.types import Vocabulary
@@ -32,7 +31,7 @@ MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MTPConfig(HostConfig):
+class MTPConfig(PublishedConfig):
     """What the target's config says of its head."""
 
     family: ClassVar[str] = FAMILY
@@ -40,7 +39,6 @@ class MTPConfig(HostConfig):
     reads_layers: ClassVar[bool] = False
 
     partial_rotary_factor: float  # how much of a head turns with the position
-    published: str  # the whole config.json, as JSON: a head's checkpoint carries it
 
     @property
     def stage_len(self) -> int:
@@ -76,13 +74,8 @@ def read_mtp(raw: Json, source: str) -> MTPConfig:
         attention_bias=reader.boolean("attention_bias") if reader.has("attention_bias") else False,
         target_layer_ids=(),
         num_target_layers=reader.integer("num_hidden_layers"),
-        published=json.dumps({key: value for key, value in raw.items() if key != "auto_map"}),
+        published=as_published(raw),
     )
-
-
-def write_mtp(config: MTPConfig, dtype: str) -> dict[str, object]:
-    """The config as it came; the arithmetic is that of the written tensors."""
-    return {**cast(dict[str, object], json.loads(config.published)), "dtype": dtype}
 
 
 def is_mtp(raw: Json, names: Callable[[], Iterable[str]]) -> bool:
@@ -101,17 +94,15 @@ def with_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {PREFIX + name.removeprefix(PREFIX): tensors[name] for name in head_names(tensors)}
 
 
-class CentredRMSNorm(RMSNorm):
-    """With gains 1 + weight, multiplied in float32: Qwen3.5's order."""
+class CentredRMSNorm(WideRMSNorm):
+    """With gains 1 + weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
         nn.init.zeros_(self.weight)
 
-    def forward(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... D"]:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normed * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
+    def gain(self, dtype: torch.dtype) -> Float[Tensor, " D"]:
+        return 1.0 + self.weight.to(dtype)
 
 
 class GatedAttention(NormedAttention):
@@ -196,5 +187,5 @@ def no_head(name: str) -> UserError:
     """What to say of a target without a head."""
     return UserError(
         f"draft model mtp: {name} has no {PREFIX}* tensors; a Qwen3.5 checkpoint as released has them, one saved by "
-        "transformers has lost them: give the released one, or the checkpoint of a head"
+        "transformers has lost them: give the released one, or the checkpoint of a head (for Gemma 4, of its assistant)"
     )

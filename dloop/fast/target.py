@@ -17,7 +17,8 @@ from dloop.fast.rows import Layout, Run, bucket_of, pack_rows, runs_of
 from dloop.fast.stack import Memory, PrefillOps, run_stack
 from dloop.fast.weights import Stack, target_stack
 from dloop.kernels.shapes import Heads
-from dloop.targets.hf import HFTarget, check_logits, is_chain
+from dloop.targets.branches import is_chain
+from dloop.targets.hf import HFTarget, check_logits
 from dloop.types import Features, Rows, Seen
 
 START_CONTEXT = 2048  # rows of a slot before the store first grows

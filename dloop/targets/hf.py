@@ -1,10 +1,11 @@
 """Any croppable Hugging Face causal LM of the Qwen3, Qwen2 and Llama kind: the slow, plain twin of the fast path."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, cast, runtime_checkable
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -13,9 +14,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from dloop.errors import UserError
+from dloop.lent import LentKind
 from dloop.loop import Target
+from dloop.targets.branches import KeyValueLayer, ancestry, is_chain, shorten
 from dloop.targets.frozen import run_layers, runs_directly
 from dloop.types import Features, Rows, Seen, Vocabulary
+from dloop.vocabulary import capped
 
 SUPPORTED = ("qwen3", "qwen2", "llama")
 
@@ -72,7 +76,22 @@ class HFTarget:
     def vocabulary(self) -> Vocabulary:
         embedding = self.model.get_input_embeddings().weight
         head = cast(nn.Linear, self.model.get_output_embeddings()).weight
-        return Vocabulary(embedding=cast(Tensor, embedding), head=head)
+        return Vocabulary(embedding=cast(Tensor, embedding), head=head, softcap=self.softcap)
+
+    @property
+    def softcap(self) -> float | None:
+        """What its logits are bent towards; None: they are as the head gives them."""
+        return getattr(self.config, "final_logit_softcapping", None)
+
+    @cached_property
+    def lends(self) -> Mapping[str, LentKind]:
+        """Layers whose keys and values a drafter may read, by kind."""
+        return {}
+
+    @property
+    def beyond_fast(self) -> str | None:
+        """The kind of layers that the fast path lacks; None: it is asked."""
+        return None
 
     @property
     def engine(self) -> Literal["fast", "twin"]:
@@ -114,7 +133,20 @@ class HFTarget:
         if runs_directly(self.config):
             return BatchFeatures(*run_layers(self.backbone, tokens, taps, positions=positions, last=last))
         inputs: dict[str, object] = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
-        return BatchFeatures(*run_backbone(self, inputs, taps))
+        return BatchFeatures(*self.run(inputs, taps))
+
+    def run(self, inputs: dict[str, object], taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Run the layers without the head; return (what the taps give, side by side; last state after the norm)."""
+        return run_backbone(self, inputs, taps)
+
+    def width_of(self, taps: tuple[int, ...]) -> int:
+        """Columns of what the taps give."""
+        return len(taps) * self.hidden_size
+
+    def logits(self, states: Float[Tensor, "... D"]) -> Float[Tensor, "... V"]:
+        """Of last states after the norm."""
+        head = cast(Callable[[Tensor], Tensor], self.model.get_output_embeddings())
+        return capped(head(states), self.softcap)
 
 
 @dataclass(frozen=True)
@@ -136,7 +168,7 @@ class HFMemory:
 
     @torch.no_grad()
     def prefill(self, slot: int, tokens: list[int]) -> Seen:
-        self.caches[slot] = DynamicCache(config=self.target.config)
+        self.caches[slot] = self._cache()
         self.committed[slot] = len(tokens)
         seen = self._forward(slot, tokens, list(range(len(tokens))), mask=None, keep=1)
         check_logits(seen.logits, self.target)
@@ -166,6 +198,10 @@ class HFMemory:
         shorten(self._attention(slot), base, path)
         self.committed[slot] = base + len(path)
 
+    def _cache(self) -> DynamicCache:
+        """Fresh memory of one slot."""
+        return DynamicCache(config=self.target.config)
+
     def _verify(self, slot: int, tokens: list[int], positions: list[int], parents: list[int]) -> Seen:
         """The rows of one slot."""
         mask = None if is_chain(parents) else self._tree_mask(slot, parents)
@@ -175,7 +211,9 @@ class HFMemory:
         """Where the slot's keys and values lie."""
         return cast(list[KeyValueLayer], self.caches[slot].layers)
 
-    def _forward(self, slot: int, tokens: list[int], positions: list[int], mask: Tensor | None, keep: int) -> Seen:
+    def _forward(
+        self, slot: int, tokens: list[int], positions: list[int], mask: Tensor | dict[str, Tensor] | None, keep: int
+    ) -> Seen:
         device = self.target.device
         inputs: dict[str, object] = {
             "input_ids": torch.tensor([tokens], device=device),
@@ -184,30 +222,17 @@ class HFMemory:
             cache_argument(self.target.backbone): self.caches[slot],
             "use_cache": True,
         }
-        taps, last = run_backbone(self.target, inputs, self.taps)
-        head = cast(Callable[[Tensor], Tensor], self.target.model.get_output_embeddings())
-        return Seen(logits=head(last[0, -keep:]), features=Features(taps=taps[0], last=last[0]))
+        taps, last = self.target.run(inputs, self.taps)
+        return Seen(logits=self.target.logits(last[0, -keep:]), features=Features(taps=taps[0], last=last[0]))
 
-    def _tree_mask(self, slot: int, parents: list[int]) -> Float[Tensor, "1 1 n K"]:
+    def _tree_mask(self, slot: int, parents: list[int]) -> Tensor | dict[str, Tensor]:
         """Additive mask: every row sees the committed memory, its ancestors and itself."""
-        n, base = len(parents), self.committed[slot]
-        seen = np.zeros((n, base + n), bool)
-        seen[:, :base] = True
-        for row, parent in enumerate(parents):
-            if parent >= 0:
-                seen[row] = seen[parent]
-            seen[row, base + row] = True
-        mask = torch.zeros(n, base + n, dtype=self.target.dtype)
+        return self._additive(ancestry(self.committed[slot], parents))
+
+    def _additive(self, seen: np.ndarray) -> Float[Tensor, "1 1 n K"]:
+        mask = torch.zeros(seen.shape, dtype=self.target.dtype)
         mask.masked_fill_(torch.from_numpy(~seen), torch.finfo(self.target.dtype).min)
         return mask.to(self.target.device)[None, None]
-
-
-@runtime_checkable
-class KeyValueLayer(Protocol):
-    """What transformers stores for one attention layer of one sequence."""
-
-    keys: Float[Tensor, "1 H n d"]
-    values: Float[Tensor, "1 H n d"]
 
 
 def check_logits(logits: Float[Tensor, "r V"], target: HFTarget) -> None:
@@ -217,26 +242,6 @@ def check_logits(logits: Float[Tensor, "r V"], target: HFTarget) -> None:
             f"{target.name} gives logits that are not finite for this prompt; its weights hold NaN or "
             f"infinite values, or overflow in {target.dtype}: try another checkpoint or dtype float32"
         )
-
-
-def is_chain(parents: list[int]) -> bool:
-    """Whether each row follows the one before it."""
-    return all(parent == row - 1 for row, parent in enumerate(parents))
-
-
-def shorten(layers: list[KeyValueLayer], base: int, path: list[int]) -> None:
-    """Keep the first `base` positions and then the rows of `path`: a slice for a chain, a gather for a branch.
-
-    Works on the layers' tensors: the meaning of `DynamicCache.crop` changed between transformers releases.
-    """
-    prefix = path == list(range(len(path)))
-    for layer in layers:
-        keys, values = layer.keys, layer.values
-        if prefix:
-            layer.keys, layer.values = keys[..., : base + len(path), :], values[..., : base + len(path), :]
-        else:
-            kept = torch.tensor([*range(base), *(base + row for row in path)], device=keys.device)
-            layer.keys, layer.values = keys.index_select(-2, kept), values.index_select(-2, kept)
 
 
 def cache_argument(backbone: nn.Module) -> str:

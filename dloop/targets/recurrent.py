@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import version
 from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
@@ -21,15 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from dloop.errors import UserError
 from dloop.loop import Target
-from dloop.targets.hf import HFMemory, HFTarget, KeyValueLayer
+from dloop.targets.branches import KeyValueLayer
+from dloop.targets.hf import HFMemory, HFTarget
+from dloop.targets.release import EXTRA
+from dloop.targets.release import is_offered as is_offered
 from dloop.types import Seen
 
 RECURRENT = ("qwen3_5", "qwen3_5_text")  # with and without the part that sees images, which is not read
 LINEAR = "linear_attention"
-FLOOR = (5, 16)  # of transformers: earlier releases keep or advance these states otherwise
-EXTRA = "pip install 'dloop-decoding[mtp]'"
 PROJECTIONS = ("in_proj_qkv", "in_proj_a", "in_proj_b")  # one name in all releases
 EPSILON = 1e-6  # under the root of a key's norm
 NO_BRANCHES = (
@@ -102,6 +101,10 @@ class RecurrentTarget(HFTarget):
     @property
     def forks(self) -> bool:
         return False
+
+    @property
+    def beyond_fast(self) -> str:
+        return "recurrent"
 
     @cached_property
     def mixers(self) -> list[nn.Module]:
@@ -221,18 +224,6 @@ def reading(mixers: list[nn.Module]) -> Generator[list[list[Tensor]], None, None
 def gathered(reads: list[list[Tensor]]) -> Reads:
     """One tensor for all layers of each part."""
     return Reads(*(torch.cat(part) for part in reads))
-
-
-def is_offered() -> bool:
-    """Whether the installed transformers keeps states as they are read here."""
-    return tuple(int(part) for part in version("transformers").split(".")[:2]) >= FLOOR
-
-
-def require_version(name: str) -> None:
-    """Raises UserError where it does not."""
-    if not is_offered():
-        floor, installed = ".".join(map(str, FLOOR)), version("transformers")
-        raise UserError(f"{name} is a Qwen3.5 model, which needs transformers >= {floor}, not {installed}: {EXTRA}")
 
 
 def tell_path(name: str) -> None:

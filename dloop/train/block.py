@@ -7,7 +7,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 
 from dloop.drafters.block import BlockModel
 from dloop.targets.hf import BatchFeatures
@@ -25,6 +24,7 @@ from dloop.train.losses import (
 from dloop.train.objective import Loss, Objective, ObjectiveSettings, TotalWeights
 from dloop.train.packed import PackedStages
 from dloop.types import Vocabulary
+from dloop.vocabulary import target_logits
 
 
 class StageRows(NamedTuple):
@@ -159,7 +159,7 @@ class DSparkObjective(BlockObjective):
         logits, confidence = self.model.teacher_forced(rows.hidden, rows.previous, self.vocabulary)
         assert rows.teacher is not None
         with torch.no_grad():
-            teacher = F.linear(rows.teacher, self.vocabulary.head)
+            teacher = target_logits(rows.teacher, self.vocabulary)
         return dspark_sums(
             logits.flatten(0, 1),
             None if confidence is None else confidence.flatten(),

@@ -46,7 +46,7 @@ def cache_features(
     target: HFTarget, data: TokenFile, taps: tuple[int, ...], batch_size: int, *, last: bool = True
 ) -> CachedFeatures:
     """Run the target once over all samples. Raises UserError if the features do not fit the device."""
-    tapped = len(taps) * target.hidden_size
+    tapped = target.width_of(taps)
     width = tapped + (target.hidden_size if last else 0)
     needed = len(data.flat) * width * target.dtype.itemsize
     free = torch.cuda.mem_get_info(target.device)[0] if target.device.type == "cuda" else needed / SHARE

@@ -4,9 +4,11 @@ from dloop.drafters.chain import ChainModel
 from dloop.drafters.dflash import DFlash
 from dloop.drafters.domino import Domino
 from dloop.drafters.dspark import DSpark
+from dloop.drafters.gemma4 import Assistant
 from dloop.drafters.host import HostModel
 from dloop.drafters.mtp import MTP
 from dloop.train.block import DFlashObjective, DominoObjective, DSparkObjective
+from dloop.train.lent import AssistantObjective
 from dloop.train.objective import Objective, ObjectiveSettings
 from dloop.train.unroll import SharedHeadObjective, UnrollObjective
 from dloop.types import Vocabulary
@@ -21,6 +23,8 @@ def objective_of(model: HostModel, vocabulary: Vocabulary, settings: ObjectiveSe
             return DominoObjective(model, vocabulary, settings)
         case DFlash():
             return DFlashObjective(model, vocabulary, settings)
+        case Assistant():
+            return AssistantObjective(model, vocabulary, settings)
         case MTP():
             return SharedHeadObjective(model, vocabulary, settings)
         case ChainModel():

@@ -24,6 +24,7 @@ from dloop.train.batch import TrainBatch
 from dloop.train.losses import Sums
 from dloop.train.objective import Loss, Objective, TotalWeights
 from dloop.types import Vocabulary
+from dloop.vocabulary import target_logits
 
 DECAY = 0.8  # step i weighs DECAY^i, beyond the host's depth too
 ROWS = 512  # of one piece of attention or of the target's head: bounds what is held at once
@@ -45,8 +46,9 @@ class Unroll:
     vocabulary: Vocabulary
     tokens: Int[Tensor, "B T"]
     positions: Int[Tensor, "#B T"]
-    states: Float[Tensor, "B T D"]  # what the next step reads
+    states: Float[Tensor, "B T _"]  # the target's; from the first step on, those that the last one gave
     memory: list[KeyValues] = field(default_factory=list[KeyValues])  # one a step
+    steps: int = 0  # done
 
     @classmethod
     def begin(
@@ -59,12 +61,18 @@ class Unroll:
         return cls(model, vocabulary, batch.tokens, positions, model.first(features))
 
     def forward(self) -> Float[Tensor, "B T D"]:
-        """Run the next step of all chains; the states it hands on."""
-        step = len(self.memory)
+        """Run the next step of all chains; the states it gives."""
+        step = self.steps
         tokens = F.pad(self.tokens[:, step + 1 :], (0, min(step + 1, self.tokens.shape[1])))
         embedded = F.embedding(tokens, self.vocabulary.embedding)
-        self.states = self.model.rows(self.states, embedded, self.positions + step, self._attend)
+        read = self.model.handed(self.states) if step else self.states
+        self.states = self.model.rows(read, embedded, self.places(), self._attend)
+        self.steps += 1
         return self.states
+
+    def places(self) -> Int[Tensor, "#B T"]:
+        """Where the rows of the next step stand."""
+        return self.positions + self.steps
 
     def _attend(self, queries: Float[Tensor, "B H T d"], own: KeyValues) -> Float[Tensor, "B H T d"]:
         self.memory.append(own)
@@ -139,14 +147,17 @@ class UnrollObjective(Objective):
 
     def step_sums(self, batch: TrainBatch, features: BatchFeatures, length: int) -> list[Float[Tensor, ""]]:
         """The cross-entropy of each step, summed over the counted rows. Beyond the end of a text nothing counts."""
-        read = self.model.reads(features.taps, features.last)
-        unroll = Unroll.begin(self.model, self.vocabulary, batch, read)
+        unroll = self.begin(batch, features)
         teacher, width = self.teacher(batch, features), batch.tokens.shape[1]
         found: list[Tensor] = []
         for step in range(length):
             states = unroll.forward()[:, : max(0, width - step)]
             found.append(self.step_sum(states, teacher.laws[:, step:], teacher.counted[:, step:]))
         return found
+
+    def begin(self, batch: TrainBatch, features: BatchFeatures) -> Unroll:
+        """The chains of a batch."""
+        return Unroll.begin(self.model, self.vocabulary, batch, self.model.reads(features.taps, features.last))
 
     def step_sum(
         self, states: Float[Tensor, "B n D"], laws: Float[Tensor, "B n _"], counted: Bool[Tensor, "B n"]
@@ -168,8 +179,7 @@ class UnrollObjective(Objective):
 
     def law_of(self, states: Float[Tensor, "B n D"]) -> Float[Tensor, "B n W"]:
         """The target's law over the head's vocabulary."""
-        head, kept = self.vocabulary.head, self.model.kept
-        logits = F.linear(states, head if kept is None else head[kept])
+        logits = target_logits(states, self.vocabulary, self.model.kept)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
 
     @torch.no_grad()
@@ -180,7 +190,7 @@ class UnrollObjective(Objective):
         head, kept, width = self.vocabulary.head, self.model.kept, batch.tokens.shape[1]
         ended = torch.arange(width, device=head.device) >= batch.lengths[:, None] - 1
         following = F.pad(features.last[:, 1:], (0, 0, 0, 1)).masked_fill(ended[..., None], 0.0)
-        choice = torch.cat([F.linear(part, head).argmax(-1) for part in following.split(ROWS, 1)], 1)
+        choice = torch.cat([target_logits(part, self.vocabulary).argmax(-1) for part in following.split(ROWS, 1)], 1)
         choice = choice.masked_fill(ended, 0)
         known = torch.ones(len(head), dtype=torch.bool, device=head.device)
         if kept is not None:
@@ -191,7 +201,7 @@ class UnrollObjective(Objective):
 
 
 class SharedHeadObjective(UnrollObjective):
-    """For drafters that draft with the target's own head: over all its words, laws of all rows are never held."""
+    """For drafters whose head knows all the target's words, or is the target's: laws of all rows are never held."""
 
     def laws(self, states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T _"]:
         return states

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 from dloop.bench.latency.models import Pair
 from dloop.bench.latency.timing import Job
 from dloop.loop import Target
-from dloop.targets.hf import HFTarget, KeyValueLayer, cache_argument, shorten
+from dloop.targets.branches import KeyValueLayer, shorten
+from dloop.targets.hf import HFTarget, cache_argument
 from dloop.types import Rows
 
 
