@@ -117,6 +117,22 @@ def pack_block(block_rows: BlockRows, runs: list[Run], layout: Layout) -> Intege
     return block
 
 
+def pack_chain(rows: BlockRows, ahead: int, runs: list[Run], layout: Layout) -> Integers:
+    """Rows that see what is stored before them: those of an autoregressive drafter, stored where they stand.
+
+    Attention is laid out for rows that move on by `ahead` places.
+    """
+    block, fields = blank(layout)
+    n = len(rows.position)
+    fields[0, :n], fields[2, :n], fields[5, :n] = rows.token, rows.position, rows.state
+    fields[3] = fields[2]
+    fields[4, :n] = fields[2, :n] + 1
+    for run in runs:
+        fields[1, run.first : run.first + run.count] = run.slot
+    write_tiles(block, layout, runs, fields[4] + ahead)
+    return block
+
+
 def blank(layout: Layout) -> tuple[Integers, Integers]:
     """An empty block and its fields; rows nobody fills are written nowhere and see nothing."""
     block = np.zeros(layout.size, np.int32)

@@ -1,0 +1,140 @@
+"""What EAGLE-3 on the fast path computes with: its store, the states that a row hands to the next, and the forwards."""
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Float32, Float64, Int, Int64
+from torch import Tensor
+from torch.nn import functional as F
+
+from dloop.drafters.proposal import Proposal, measure, pack
+from dloop.fast.ops import Ops
+from dloop.fast.rows import BlockRows, RowBatch, Run, pack_chain
+from dloop.fast.runner import Runner
+from dloop.fast.stack import Step, run_layer
+from dloop.fast.weights import ChainStack
+from dloop.sampling import DRAFT_STREAM, Drawn, salt, salted_draw
+from dloop.sampling import law as law_of
+from dloop.types import Sampling, Vocabulary
+
+MOST_ROWS = 512  # of one forward; a prompt takes several
+
+
+class Drafted(NamedTuple):
+    """What a stage's forward leaves: all sequences' packed proposals, and the laws their tokens were drawn from."""
+
+    packed: Float64[Tensor, "R 3 k"]
+    probs: Float32[Tensor, "R k W"] | None  # over the head's vocabulary; None: nothing was drawn
+
+
+class FastChainMemory(Runner):
+    """A static store, the last drafted row's state of each slot, and the graphs over both."""
+
+    def __init__(self, stack: ChainStack, vocabulary: Vocabulary, slots: int, context: int) -> None:
+        super().__init__(stack, slots, context)
+        self.chain_stack = stack
+        self.embedding = vocabulary.embedding
+        self.features = self.blank(MOST_ROWS, stack.fc.shape[1])
+        self.seeds: dict[int, int] = {}
+        self._make_slots()
+
+    def _make_slots(self) -> None:
+        """One slot more takes what nobody reads."""
+        count = self.store.slots + 1
+        self.states = self.blank(count, len(self.chain_stack.fc))
+        self.salts: Int64[Tensor, " slots"] = torch.zeros(count, dtype=torch.int64, device=self.states.device)
+
+    def make_room(self, slot: int, rows: int) -> None:
+        """Let the store hold this many rows of this slot."""
+        if not self.store.make_room(slot, rows):
+            return
+        if self.store.slots >= len(self.states):
+            states, salts = self.states, self.salts
+            self._make_slots()
+            self.states[: len(states)], self.salts[: len(salts)] = states, salts
+        self.graphs.clear()
+
+    def seed(self, slot: int, seed: int) -> None:
+        """What this slot's draws depend on."""
+        if self.seeds.get(slot) != seed:
+            self.salts[slot] = salt(seed, DRAFT_STREAM)
+            self.seeds[slot] = seed
+
+    def read(self, rows: BlockRows, runs: list[Run]) -> None:
+        """Rows of verified positions; their features stand in `features`, and states are kept where the rows say."""
+
+        def forward(ops: Ops, batch: RowBatch) -> None:
+            parts = ops.linear(self.features[: len(batch.token)], self.chain_stack.fc)
+            states = self.features.new_zeros(len(batch.token), len(self.chain_stack.fc))
+            normed = ops.add_norm(states, parts, self.chain_stack.state_gain, self.chain_stack.eps)
+            self._keep(batch, self._rows(ops, batch, states, normed)[0])
+
+        self.run("read", runs, partial(pack_chain, rows, 0), forward)
+
+    def go_on(self, rows: BlockRows, runs: list[Run]) -> None:
+        """One row of each slot, from the state it kept."""
+
+        def forward(ops: Ops, batch: RowBatch) -> None:
+            self._keep(batch, self._next(ops, batch, self.states[self._kept(batch)])[0])
+
+        self.run("go on", runs, partial(pack_chain, rows, 0), forward)
+
+    def chain(self, rows: BlockRows, runs: list[Run], depth: int, law: Sampling | None) -> Drafted:
+        """A stage of `depth` tokens of each slot, from the state it kept of the row that read the anchor.
+
+        `rows` stand at that row. `law`: how tokens are drawn, whatever the seed; None: they are the most likely ones.
+        """
+
+        def forward(ops: Ops, batch: RowBatch) -> Drafted:
+            stack, live = self.chain_stack, (batch.place.index >= 0).int()
+            states = self.states[self._kept(batch)]
+            normed = ops.add_norm(states, None, stack.gain, stack.eps)
+            found = [self._propose(ops.head(normed, stack.head), batch, law)]
+            for row in range(1, depth):
+                batch.token.copy_(found[-1].tokens)
+                for place in (batch.place.index, batch.place.position, batch.place.visible):
+                    place += live
+                here = replace(batch, runs=[replace(run, base=run.base + row) for run in batch.runs])
+                states, normed = self._next(ops, here, states)
+                found.append(self._propose(ops.head(normed, stack.head), here, law))
+            self._keep(batch, states)
+            probs = [row.probs for row in found if row.probs is not None]
+            packed = torch.stack([pack(row) for row in found], -1).transpose(0, 1)
+            return Drafted(packed, torch.stack(probs, 1) if probs else None)
+
+        return self.run(f"chain {depth} {law}", runs, partial(pack_chain, rows, depth - 1), forward)
+
+    def _propose(self, logits: Float[Tensor, "R W"], batch: RowBatch, law: Sampling | None) -> Proposal:
+        """The token after each row, in the target's ids."""
+        drawn = Drawn(logits.argmax(-1), None)
+        if law is not None:
+            probs = law_of(logits, law)
+            drawn = Drawn(salted_draw(probs, self.salts[self._kept(batch)], batch.place.position + 2), probs)
+        found = measure(logits, drawn)
+        return found._replace(tokens=self.chain_stack.kept[found.tokens])
+
+    def _next(
+        self, ops: Ops, batch: RowBatch, states: Float[Tensor, "R D"]
+    ) -> tuple[Float[Tensor, "R D"], Float[Tensor, "R D"]]:
+        """The rows that read the states of the rows before."""
+        stack = self.chain_stack
+        return self._rows(ops, batch, states, ops.add_norm(states, None, stack.state_gain, stack.eps))
+
+    def _rows(
+        self, ops: Ops, batch: RowBatch, states: Float[Tensor, "R D"], normed: Float[Tensor, "R D"]
+    ) -> tuple[Float[Tensor, "R D"], Float[Tensor, "R D"]]:
+        """(what rows of these states hand on, in the same memory; the same normed, for the head)."""
+        stack = self.chain_stack
+        embedded = F.embedding(batch.token, self.embedding)
+        pairs = torch.cat([ops.add_norm(embedded, None, stack.layers[0].input_gain, stack.eps), normed], -1)
+        parts = run_layer(Step(ops, stack, batch, self.store), 0, pairs, states)
+        return states, ops.add_norm(states, parts, stack.gain, stack.eps)
+
+    def _keep(self, batch: RowBatch, states: Float[Tensor, "R D"]) -> None:
+        self.states.index_copy_(0, self._kept(batch), states)
+
+    def _kept(self, batch: RowBatch) -> Int[Tensor, " R"]:
+        """The rows' places among the kept states; -1 is the last one."""
+        return batch.state.long().remainder(len(self.states))
