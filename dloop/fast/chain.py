@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.proposal import to_stage
+from dloop.fast.beams import to_tree
 from dloop.fast.chain_memory import MOST_ROWS, FastChainMemory
 from dloop.fast.lease import lease
 from dloop.fast.rows import BlockRows, Run
@@ -46,9 +47,10 @@ class FastChainDrafter(ChainDrafter):
 
     def with_trees(self, trees: TreeShape | None) -> ChainDrafter:
         """The same drafter with stages of this shape; weights, stores and graphs are shared."""
-        if trees is not None:
-            log.info("the twin drafts: the fast path has no trees of %s yet", self.family)
-            return ChainDrafter(**{**facts_of(self), "trees": trees})
+        known = len(self.stack.kept)
+        if trees is not None and trees.topk > known:
+            log.info("the twin drafts: a beam of %d is wider than the head's vocabulary of %d", trees.topk, known)
+            return replace(ChainDrafter(**facts_of(self)), trees=trees)
         return self._with(replace(self, trees=trees))
 
     def at_depth(self, depth: int) -> "FastChainDrafter":
@@ -90,6 +92,13 @@ class Waiting:
         return self.committed + len(self.tokens)
 
 
+class Manner(NamedTuple):
+    """What stages drafted in one forward share."""
+
+    law: Sampling | None  # whatever the seed; None: the most likely tokens
+    nodes: int  # of a tree; 0: a chain
+
+
 class ChainSession:
     """One session's use of a memory, under the loop's law: committed rows + a speculative tail."""
 
@@ -113,17 +122,27 @@ class ChainSession:
 
     @torch.no_grad()
     def draft(self, requests: Sequence[StageRequest]) -> list[Stage]:
-        """One stage for each request: all that draw by one law in one forward."""
+        """One stage for each request: all that are drafted in one manner in one forward."""
         for request in requests:
-            waiting = self.slots[request.slot]
-            self.memory.make_room(request.slot, waiting.verified + (request.index + 1) * self.stage_len)
+            self.memory.make_room(request.slot, self._anchor(request) + self._rows_after(request))
         self._read([request for request in requests if request.index == 0])
         self._go_on([request for request in requests if request.index])
         stages: dict[int, Stage] = {}
-        for law in dict.fromkeys(law_like(request) for request in requests):
-            alike = [request for request in requests if law_like(request) == law]
-            stages |= {request.slot: stage for request, stage in zip(alike, self._chains(alike, law), strict=True)}
+        for manner in dict.fromkeys(self._manner(request) for request in requests):
+            alike = [request for request in requests if self._manner(request) == manner]
+            found = self._trees(alike, manner.nodes) if manner.nodes else self._chains(alike, manner.law)
+            stages |= {request.slot: stage for request, stage in zip(alike, found, strict=True)}
         return [stages[request.slot] for request in requests]
+
+    def _manner(self, request: StageRequest) -> Manner:
+        law, nodes = request.sampling, self.drafter.nodes(request.index)
+        assert law is None or not nodes
+        return Manner(None if law is None else replace(law, seed=0), nodes)
+
+    def _rows_after(self, request: StageRequest) -> int:
+        """Most rows of a stage from its anchor's position on."""
+        trees, nodes = self.drafter.trees, self.drafter.nodes(request.index)
+        return self.stage_len * (trees.topk if trees is not None and nodes else 1)
 
     def _anchor(self, request: StageRequest) -> int:
         """The anchor's position."""
@@ -176,7 +195,14 @@ class ChainSession:
             to_stage(one, self.drafter.model.spread(probs)) for one, probs in zip(packed, drafted.probs, strict=False)
         ]
 
-
-def law_like(request: StageRequest) -> Sampling | None:
-    """What stages drafted in one forward share; seeds may differ."""
-    return None if request.sampling is None else replace(request.sampling, seed=0)
+    def _trees(self, requests: Sequence[StageRequest], nodes: int) -> list[Stage]:
+        """A tree for each request, brought to the host in one copy."""
+        assert self.drafter.trees is not None
+        width, rows, runs = self.drafter.trees.topk, BlockRows([], [], []), list[Run]()
+        for request in requests:
+            anchor = self._anchor(request)
+            runs.append(Run(request.slot, len(rows.token), width, anchor))
+            for values, value in zip(rows, (request.anchor, anchor, request.slot), strict=True):
+                values.extend([value] * width)
+        packed = self.memory.trees(rows, runs, self.stage_len, nodes)
+        return [to_tree(one, self.stage_len) for one in packed[: len(requests)].tolist()]  # sync

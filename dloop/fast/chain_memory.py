@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dloop.drafters.proposal import Proposal, measure, pack
+from dloop.fast.beams import Beams
 from dloop.fast.ops import Ops
-from dloop.fast.rows import BlockRows, RowBatch, Run, pack_chain
+from dloop.fast.rows import BlockRows, RowBatch, Run, pack_steps
 from dloop.fast.runner import Runner
 from dloop.fast.stack import Step, run_layer
 from dloop.fast.weights import ChainStack
@@ -71,7 +72,7 @@ class FastChainMemory(Runner):
             normed = ops.add_norm(states, parts, self.chain_stack.state_gain, self.chain_stack.eps)
             self._keep(batch, self._rows(ops, batch, states, normed)[0])
 
-        self.run("read", runs, partial(pack_chain, rows, 0), forward)
+        self.run("read", runs, partial(pack_steps, rows, 0), forward)
 
     def go_on(self, rows: BlockRows, runs: list[Run]) -> None:
         """One row of each slot, from the state it kept."""
@@ -79,7 +80,7 @@ class FastChainMemory(Runner):
         def forward(ops: Ops, batch: RowBatch) -> None:
             self._keep(batch, self._next(ops, batch, self.states[self._kept(batch)])[0])
 
-        self.run("go on", runs, partial(pack_chain, rows, 0), forward)
+        self.run("go on", runs, partial(pack_steps, rows, 0), forward)
 
     def chain(self, rows: BlockRows, runs: list[Run], depth: int, law: Sampling | None) -> Drafted:
         """A stage of `depth` tokens of each slot, from the state it kept of the row that read the anchor.
@@ -104,7 +105,47 @@ class FastChainMemory(Runner):
             packed = torch.stack([pack(row) for row in found], -1).transpose(0, 1)
             return Drafted(packed, torch.stack(probs, 1) if probs else None)
 
-        return self.run(f"chain {depth} {law}", runs, partial(pack_chain, rows, depth - 1), forward)
+        return self.run(f"chain {depth} {law}", runs, partial(pack_steps, rows, depth - 1), forward)
+
+    def trees(self, rows: BlockRows, runs: list[Run], depth: int, nodes: int) -> Float64[Tensor, "G n"]:
+        """A dynamic tree of `depth` levels and `nodes` nodes for each run, from the state its slot kept.
+
+        A run's rows, one each of the beam's width, stand where those of the first level will; all name the run's slot.
+        Of what they leave in the store and among the states, only the best path of full depth stays.
+        """
+        width = runs[0].count
+
+        def forward(ops: Ops, batch: RowBatch) -> Float64[Tensor, "G n"]:
+            stack, rows = self.chain_stack, len(batch.token) // width * width
+            live, first = (batch.place.index >= 0).int(), batch.place.index[:rows:width].long()
+            states = self.states[self._kept(batch)]
+            normed = ops.add_norm(states, None, stack.gain, stack.eps)
+            beams = Beams(width, first)
+            frontier = beams.grow(ops.head(normed, stack.head)[:rows:width, None], stack.kept)
+            for level in range(1, depth):
+                above = rows_of(frontier.parents, width)
+                here = descend(batch, frontier.tokens.flatten(), above, level, live * width)
+                states, normed = self._next(ops, here, torch.cat([states[above], states[rows:]]))
+                frontier = beams.grow(ops.head(normed, stack.head)[:rows].unflatten(0, (-1, width)), stack.kept)
+            packed, places = beams.finish(nodes)
+            if depth > 1:
+                self._keep_path(batch.place.slot[:rows:width].long(), first, places, width)
+                self.states.index_copy_(0, self._kept(batch)[:rows:width], states[rows_of(places[:, -1:], width)])
+            return packed
+
+        pack = partial(pack_steps, rows, depth)
+        return self.run(f"tree {depth} {width} {nodes}", runs, pack, forward, depth=max(1, depth - 1))
+
+    def _keep_path(
+        self, slots: Int[Tensor, " G"], first: Int[Tensor, " G"], places: Int[Tensor, "G d"], width: int
+    ) -> None:
+        """Move the rows of a path, one a level of the beam, together; `first` is -1 where there is no beam."""
+        levels = torch.arange(places.shape[1], device=places.device)
+        live = (first >= 0)[:, None]  # elsewhere the first row of all, which no path holds, is put where it is
+        source = torch.where(live, first[:, None] + levels * width + places, 0)
+        target = torch.where(live, first[:, None] + levels, 0)
+        for part in self.store.layer(0):
+            part[slots[:, None], :, target] = part[slots[:, None], :, source]
 
     def _propose(self, logits: Float[Tensor, "R W"], batch: RowBatch, law: Sampling | None) -> Proposal:
         """The token after each row, in the target's ids."""
@@ -138,3 +179,28 @@ class FastChainMemory(Runner):
     def _kept(self, batch: RowBatch) -> Int[Tensor, " R"]:
         """The rows' places among the kept states; -1 is the last one."""
         return batch.state.long().remainder(len(self.states))
+
+
+def rows_of(places: Int[Tensor, "G m"], width: int) -> Int[Tensor, " rows"]:
+    """The rows of places in the beams, each of which has `width` rows."""
+    return (places + width * torch.arange(len(places), device=places.device)[:, None]).flatten()
+
+
+def descend(
+    batch: RowBatch, tokens: Int[Tensor, " n"], above: Int[Tensor, " n"], level: int, step: Int[Tensor, " R"]
+) -> RowBatch:
+    """The rows of a beam's level, in place of those before: `above` are their parents' rows, `step` how far they move.
+
+    Level 1 stands where the rows stand already.
+    """
+    place, ancestors = batch.place, batch.tiles.ancestors
+    assert ancestors is not None
+    count = len(tokens)
+    batch.token[:count] = tokens.to(batch.token.dtype)
+    if level > 1:
+        place.index.add_(step)
+        place.position.add_(step > 0)
+        place.visible.add_(step > 0)
+        ancestors[:count] = ancestors[above]
+    ancestors[:count, level - 1] = place.index[:count]
+    return replace(batch, runs=[replace(run, base=run.base + (level - 1) * run.count) for run in batch.runs])

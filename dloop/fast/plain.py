@@ -90,8 +90,9 @@ def seen_mask(batch: RowBatch, run: Run) -> Tensor | None:
             return None
         return torch.arange(end, device=visible.device) < visible[:, None]
     mask = torch.zeros(run.count, end, dtype=torch.bool, device=visible.device)
-    mask[:, : run.base] = True
-    for row, count in enumerate((visible - run.base).tolist()):
+    base = int(batch.tiles.base[run.first])
+    mask[:, :base] = True
+    for row, count in enumerate((visible - base).tolist()):
         mask[row, ancestors[run.first + row, :count].long()] = True
     return mask
 

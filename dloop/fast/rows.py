@@ -52,6 +52,12 @@ class Layout:
     rows: int
     tile_rows: int  # rows that share a tile
     tree: bool
+    depth: int | None = None  # most ancestors of a tree's row, itself included; None: as many as rows
+
+    @property
+    def ancestors(self) -> int:
+        """Entries of a row's table of ancestors."""
+        return 0 if not self.tree else self.rows if self.depth is None else self.depth
 
     @property
     def counts(self) -> int:
@@ -60,14 +66,14 @@ class Layout:
 
     @property
     def size(self) -> int:
-        return self.counts + 3 + (self.rows**2 if self.tree else 0)
+        return self.counts + 3 + self.rows * self.ancestors
 
     def views(self, block: Int[Tensor, " n"], runs: list[Run]) -> RowBatch:
         """Name the parts of a block of integers."""
         token, slot, index, position, visible, state, base = block[: FIELDS * self.rows].view(FIELDS, self.rows)
         table = block[FIELDS * self.rows : self.counts].view(self.rows, TILE)
         count = block[self.counts : self.counts + 3]
-        ancestors = block[self.counts + 3 :].view(self.rows, self.rows) if self.tree else None
+        ancestors = block[self.counts + 3 :].view(self.rows, self.ancestors) if self.tree else None
         place = Place(slot=slot, index=index, position=position, visible=visible)
         tiles = Tiles(table=table, count=count, base=base, ancestors=ancestors)
         return RowBatch(token=token, place=place, state=state, tiles=tiles, runs=runs)
@@ -117,18 +123,21 @@ def pack_block(block_rows: BlockRows, runs: list[Run], layout: Layout) -> Intege
     return block
 
 
-def pack_chain(rows: BlockRows, ahead: int, runs: list[Run], layout: Layout) -> Integers:
-    """Rows that see what is stored before them: those of an autoregressive drafter, stored where they stand.
+def pack_steps(rows: BlockRows, ahead: int, runs: list[Run], layout: Layout) -> Integers:
+    """An autoregressive drafter's rows: each sees what stands before its position, and itself.
 
-    Attention is laid out for rows that move on by `ahead` places.
+    In a tree a run's rows are siblings, which see nothing of it but what their ancestors' table will say. Attention is
+    laid out for rows that move on by `ahead` positions.
     """
     block, fields = blank(layout)
     n = len(rows.position)
-    fields[0, :n], fields[2, :n], fields[5, :n] = rows.token, rows.position, rows.state
-    fields[3] = fields[2]
-    fields[4, :n] = fields[2, :n] + 1
+    fields[0, :n], fields[3, :n], fields[5, :n] = rows.token, rows.position, rows.state
+    fields[4, :n] = fields[3, :n] + 1
     for run in runs:
-        fields[1, run.first : run.first + run.count] = run.slot
+        here = slice(run.first, run.first + run.count)
+        fields[1, here], fields[2, here] = run.slot, np.arange(run.base, run.base + run.count)
+        if layout.tree:
+            fields[6, here] = run.base
     write_tiles(block, layout, runs, fields[4] + ahead)
     return block
 

@@ -42,12 +42,17 @@ class Runner(Leased):
         pack: Pack,
         forward: Callable[[Ops, RowBatch], T],
         kernels: bool | None = None,
+        depth: int = 0,
     ) -> T:
-        """A forward over the rows of these runs: through kernels and, on a GPU, a graph of its name; or plain."""
+        """A forward over the rows of these runs: through kernels and, on a GPU, a graph of its name; or plain.
+
+        `depth`: most ancestors of a tree's row; 0: the rows are chains.
+        """
         kernels = self.kernels if kernels is None else kernels
         count = sum(run.count for run in runs)
         columns = columns_of(self.stack.heads, max(run.count for run in runs))
-        layout = Layout(rows=bucket_of(count) if kernels else count, tile_rows=columns.rows, tree=False)
+        size = bucket_of(count) if kernels else count
+        layout = Layout(rows=size, tile_rows=columns.rows, tree=depth > 0, depth=depth or None)
         ops: Ops = kernel_ops(columns.count) if kernels else PlainOps()
         on_device = partial(apply, forward, ops, layout, runs)
         block = pack(runs, layout)
