@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dloop.fast import fused
-from dloop.kernels import attention, linear, markov, norm, rope
+from dloop.kernels import attention, linear, markov, norm, pick, rope
 from dloop.kernels.shapes import GROUP, KEYS
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -72,6 +72,11 @@ def main() -> None:
     found["markov finish"] = used(
         markov.finish_kernel, "best:*fp32 where:*i32 mass:*fp32 out:*fp64 sequences:i32", programs, 4, 1
     )
+    shares = dict(V=32_000, SHARES=8, PDL=True)
+    spec = "logits:*bf16 best:*fp32 where:*i32 mass:*fp32"
+    found["pick share"] = used(pick.share_kernel, spec, shares | dict(SHARE=pick.SHARE), 8, 1)
+    spec = "best:*fp32 where:*i32 mass:*fp32 kept:*i64 out:*fp64"
+    found["pick join"] = used(pick.join_kernel, spec, shares | dict(PADDED=8), 1, 1)
     print(json.dumps(found))
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Float, Float32, Float64, Int, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from dloop.drafters.proposal import Proposal, measure, pack
+from dloop.drafters.proposal import measure, pack
 from dloop.fast.beams import Beams
 from dloop.fast.ops import Ops
 from dloop.fast.rows import BlockRows, RowBatch, Run, pack_steps
@@ -24,10 +24,10 @@ MOST_ROWS = 512  # of one forward; a prompt takes several
 
 
 class Drafted(NamedTuple):
-    """What a stage's forward leaves: all sequences' packed proposals, and the laws their tokens were drawn from."""
+    """What a forward leaves of its rows' tokens: packed as a proposal is, and the laws they were drawn from."""
 
-    packed: Float64[Tensor, "R 3 k"]
-    probs: Float32[Tensor, "R k W"] | None  # over the head's vocabulary; None: nothing was drawn
+    packed: Float64[Tensor, "R 3 *k"]
+    probs: Float32[Tensor, "R *k W"] | None  # over the head's vocabulary; None: nothing was drawn
 
 
 class FastChainMemory(Runner):
@@ -92,18 +92,16 @@ class FastChainMemory(Runner):
             stack, live = self.chain_stack, (batch.place.index >= 0).int()
             states = self.states[self._kept(batch)]
             normed = ops.add_norm(states, None, stack.gain, stack.eps)
-            found = [self._propose(ops.head(normed, stack.head), batch, law)]
+            found = [self._token(ops, normed, batch, law)]
             for row in range(1, depth):
-                batch.token.copy_(found[-1].tokens)
-                for place in (batch.place.index, batch.place.position, batch.place.visible):
-                    place += live
+                batch.token.copy_(found[-1].packed[:, 0])
+                batch.moving.add_(live)
                 here = replace(batch, runs=[replace(run, base=run.base + row) for run in batch.runs])
                 states, normed = self._next(ops, here, states)
-                found.append(self._propose(ops.head(normed, stack.head), here, law))
+                found.append(self._token(ops, normed, here, law))
             self._keep(batch, states)
             probs = [row.probs for row in found if row.probs is not None]
-            packed = torch.stack([pack(row) for row in found], -1).transpose(0, 1)
-            return Drafted(packed, torch.stack(probs, 1) if probs else None)
+            return Drafted(torch.stack([row.packed for row in found], -1), torch.stack(probs, 1) if probs else None)
 
         return self.run(f"chain {depth} {law}", runs, partial(pack_steps, rows, depth - 1), forward)
 
@@ -117,14 +115,15 @@ class FastChainMemory(Runner):
 
         def forward(ops: Ops, batch: RowBatch) -> Float64[Tensor, "G n"]:
             stack, rows = self.chain_stack, len(batch.token) // width * width
-            live, first = (batch.place.index >= 0).int(), batch.place.index[:rows:width].long()
+            first, live = batch.place.index[:rows:width].long(), (batch.place.index >= 0).int()
+            step = torch.stack([live * width, live, live])
             states = self.states[self._kept(batch)]
             normed = ops.add_norm(states, None, stack.gain, stack.eps)
             beams = Beams(width, first)
             frontier = beams.grow(ops.head(normed, stack.head)[:rows:width, None], stack.kept)
             for level in range(1, depth):
                 above = rows_of(frontier.parents, width)
-                here = descend(batch, frontier.tokens.flatten(), above, level, live * width)
+                here = descend(batch, frontier.tokens.flatten(), above, level, step)
                 states, normed = self._next(ops, here, torch.cat([states[above], states[rows:]]))
                 frontier = beams.grow(ops.head(normed, stack.head)[:rows].unflatten(0, (-1, width)), stack.kept)
             packed, places = beams.finish(nodes)
@@ -147,14 +146,16 @@ class FastChainMemory(Runner):
         for part in self.store.layer(0):
             part[slots[:, None], :, target] = part[slots[:, None], :, source]
 
-    def _propose(self, logits: Float[Tensor, "R W"], batch: RowBatch, law: Sampling | None) -> Proposal:
-        """The token after each row, in the target's ids."""
-        drawn = Drawn(logits.argmax(-1), None)
-        if law is not None:
-            probs = law_of(logits, law)
-            drawn = Drawn(salted_draw(probs, self.salts[self._kept(batch)], batch.place.position + 2), probs)
-        found = measure(logits, drawn)
-        return found._replace(tokens=self.chain_stack.kept[found.tokens])
+    def _token(self, ops: Ops, normed: Float[Tensor, "R D"], batch: RowBatch, law: Sampling | None) -> Drafted:
+        """The token after each row."""
+        kept = self.chain_stack.kept
+        logits = ops.head(normed, self.chain_stack.head)
+        if law is None:
+            return Drafted(ops.pick(logits, kept), None)
+        probs = law_of(logits, law)
+        token = salted_draw(probs, self.salts[self._kept(batch)], batch.place.position + 2)
+        found = measure(logits, Drawn(token, probs))
+        return Drafted(pack(found._replace(tokens=kept[token])).T, probs)
 
     def _next(
         self, ops: Ops, batch: RowBatch, states: Float[Tensor, "R D"]
@@ -187,20 +188,18 @@ def rows_of(places: Int[Tensor, "G m"], width: int) -> Int[Tensor, " rows"]:
 
 
 def descend(
-    batch: RowBatch, tokens: Int[Tensor, " n"], above: Int[Tensor, " n"], level: int, step: Int[Tensor, " R"]
+    batch: RowBatch, tokens: Int[Tensor, " n"], above: Int[Tensor, " n"], level: int, step: Int[Tensor, "3 R"]
 ) -> RowBatch:
-    """The rows of a beam's level, in place of those before: `above` are their parents' rows, `step` how far they move.
+    """The rows of a beam's level, in place of those before: `above` are their parents' rows, `step` how they move on.
 
     Level 1 stands where the rows stand already.
     """
-    place, ancestors = batch.place, batch.tiles.ancestors
+    ancestors = batch.tiles.ancestors
     assert ancestors is not None
     count = len(tokens)
     batch.token[:count] = tokens.to(batch.token.dtype)
     if level > 1:
-        place.index.add_(step)
-        place.position.add_(step > 0)
-        place.visible.add_(step > 0)
+        batch.moving.add_(step)
         ancestors[:count] = ancestors[above]
-    ancestors[:count, level - 1] = place.index[:count]
+    ancestors[:count, level - 1] = batch.place.index[:count]
     return replace(batch, runs=[replace(run, base=run.base + (level - 1) * run.count) for run in batch.runs])

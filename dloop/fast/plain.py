@@ -6,9 +6,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dloop.drafters.block import BlockModel
-from dloop.drafters.proposal import pack
+from dloop.drafters.proposal import measure, pack
 from dloop.fast.rows import RowBatch, Run
 from dloop.kernels.shapes import Heads, HeadWeights, Store
+from dloop.sampling import Drawn
 from dloop.types import Vocabulary
 
 
@@ -67,6 +68,11 @@ class PlainOps:
         """The packed greedy proposals of S stages, whose rows stand one after the other."""
         size = model.config.block_size
         return pack(model.propose(hidden[: len(anchors) * size].unflatten(0, (-1, size)), anchors, vocabulary))
+
+    def pick(self, logits: Float[Tensor, "R W"], kept: Int[Tensor, " W"]) -> Float64[Tensor, "R 3"]:
+        """Each row's most likely token, told as `kept` says, its log-probability and the top one: packed."""
+        found = measure(logits, Drawn(logits.argmax(-1), None))
+        return pack(found._replace(tokens=kept[found.tokens])).T
 
 
 def attend_run(q: Float[Tensor, "R A"], store: Store, heads: Heads, batch: RowBatch, run: Run) -> Float[Tensor, "n A"]:

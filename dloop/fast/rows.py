@@ -40,6 +40,7 @@ class RowBatch:
 
     token: Int[Tensor, " R"]
     place: Place
+    moving: Int[Tensor, "3 R"]  # index, position and visible of `place` in one: what changes when rows move on
     state: Int[Tensor, " R"]  # a drafter's row of kept states that the row reads or writes; -1: none
     tiles: Tiles
     runs: list[Run]  # on the host, for the plain twin; empty under a graph
@@ -70,13 +71,14 @@ class Layout:
 
     def views(self, block: Int[Tensor, " n"], runs: list[Run]) -> RowBatch:
         """Name the parts of a block of integers."""
-        token, slot, index, position, visible, state, base = block[: FIELDS * self.rows].view(FIELDS, self.rows)
+        fields = block[: FIELDS * self.rows].view(FIELDS, self.rows)
+        token, slot, index, position, visible, state, base = fields
         table = block[FIELDS * self.rows : self.counts].view(self.rows, TILE)
         count = block[self.counts : self.counts + 3]
         ancestors = block[self.counts + 3 :].view(self.rows, self.ancestors) if self.tree else None
         place = Place(slot=slot, index=index, position=position, visible=visible)
         tiles = Tiles(table=table, count=count, base=base, ancestors=ancestors)
-        return RowBatch(token=token, place=place, state=state, tiles=tiles, runs=runs)
+        return RowBatch(token=token, place=place, moving=fields[2:5], state=state, tiles=tiles, runs=runs)
 
 
 def runs_of(slots: list[int], stored: Mapping[int, int]) -> list[Run]:
