@@ -266,7 +266,9 @@ def own_vocabulary(config: HostConfig, tensors: dict[str, Tensor], target: HFTar
         checkpoint.check_values(name, {key: weight})
         expected = (len(kept), config.embedding_size)
         if weight.shape != expected:
-            raise UserError(f"{name}: {key} is {tuple(weight.shape)}; expected {expected} as in {target.name}")
+            raise UserError(
+                f"{name}: {key} is {tuple(weight.shape)}; expected {expected} as in {target.name}: use its target"
+            )
         moved = weight.to(device=target.device, dtype=target.dtype)
         own.append(kept if torch.equal(moved, kept) else moved)  # equal by construction: keep one copy
     embedding, head = [*own, *(shared.embedding, shared.head)[len(own) :]]

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 HEAD = 32_000
 WAYS = {
     "greedy": (None, None),
-    "drawn": (Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=1), None),
+    "drawn": (Sampling(temperature=0.8, top_k=50, seed=1), None),
     "trees": (None, TreeShape(budget=59, stage_budget=48)),
 }
 
@@ -100,19 +100,19 @@ def extended(session, lengths: list[int], width: int):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_stage_packed_is_the_stage_alone_bit_for_bit(target, way):  # noqa: F811
-    """Prompts shorter and longer than a forward takes, slots in any order; then rounds that accept something."""
+    """Prompts shorter and longer than a forward takes, slots in any order; buckets of other sizes than alone."""
     law, trees = WAYS[way]
     twin = eagle3(target)
     twin.model.bfloat16().requires_grad_(False)
-    drafter, lengths = FastChainDrafter.of(twin).with_trees(trees), [5, 700, 130, 17, 1, 1100]
-    packed = extended(drafter.open(slots=8), lengths, drafter.stack.fc.shape[1])
-    order = [3, 0, 5, 1, 4, 2]
+    drafter, lengths = FastChainDrafter.of(twin).with_trees(trees), [5, 700, 130, 17, 1, 1100, *range(2, 16)]
+    packed = extended(drafter.open(slots=32), lengths, drafter.stack.fc.shape[1])
+    order = [(7 * i) % len(lengths) for i in range(len(lengths))]
     stages = {
         index: dict(zip(order, packed.draft([request(slot, index, law) for slot in order]), strict=True))
         for index in range(3)
     }
     assert packed.memory.kernels
-    alone = extended(drafter.open(slots=8), lengths, drafter.stack.fc.shape[1])
+    alone = extended(drafter.open(slots=32), lengths, drafter.stack.fc.shape[1])
     for slot in range(len(lengths)):
         for index in range(3):
             (stage,) = alone.draft([request(slot, index, law)])
@@ -126,7 +126,7 @@ def request(slot: int, index: int, law: Sampling | None) -> StageRequest:
 
 
 def test_the_kernels_draft_what_the_twin_does(target):  # noqa: F811
-    """In bfloat16 tokens may differ where two are as likely; scores may not differ much."""
+    """In bfloat16 tokens may differ where two are as likely; log-probabilities of the same row hardly do."""
     twin = eagle3(target)
     twin.model.bfloat16().requires_grad_(False)
     slow, fast = twin.open(), FastChainDrafter.of(twin).open()
@@ -135,7 +135,8 @@ def test_the_kernels_draft_what_the_twin_does(target):  # noqa: F811
     for index in range(3):
         (expected,), (found,) = (session.draft([request(0, index, None)]) for session in (slow, fast))
         assert found.logp[0] == pytest.approx(expected.logp[0], abs=0.1)
-        assert found.tokens[0] == expected.tokens[0] or index, "both read the same rows"
+        if found.tokens != expected.tokens:
+            break  # from here on they read other rows
 
 
 PROMPTS = [list(range(start, start + 10 + start % 7)) for start in (100, 105, 9000)]
