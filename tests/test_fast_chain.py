@@ -152,6 +152,22 @@ def test_a_prompt_takes_as_many_forwards_as_it_needs(monkeypatch, most):
     assert sum(calls) == 17 and max(calls) == min(most, 17) and len(calls) == -(-17 // most)
 
 
+def test_a_stage_is_as_many_stages_of_one_token():
+    """The rows that a stage moves on by itself stand and see what rows laid out one by one do, also across pieces."""
+    twin = tiny_drafter(tiny_target(), family="eagle3", stage_len=6)
+    fast = FastChainDrafter.of(twin)
+    whole, single = fast.open(), fast.at_depth(1).open()
+    for slot, length in enumerate((5, 125, 127)):
+        extend((whole, single), slot, 0, [token % 97 for token in range(length)])
+    stages = whole.draft([StageRequest(slot=slot, anchor=9, index=0) for slot in range(3)])
+    anchors = [9] * 3
+    for index in range(6):
+        found = single.draft([StageRequest(slot=slot, anchor=anchors[slot], index=index) for slot in range(3)])
+        anchors = [stage.tokens[0] for stage in found]
+        assert anchors == [stage.tokens[index] for stage in stages]
+        assert [stage.logp[0] for stage in found] == pytest.approx([s.logp[index] for s in stages], abs=1e-5)
+
+
 def test_a_stage_of_one_token_and_other_depths_share_a_memory():
     twin = tiny_drafter(tiny_target(), family="eagle3", stage_len=1)
     fast = FastChainDrafter.of(twin)

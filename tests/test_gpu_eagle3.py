@@ -125,6 +125,24 @@ def request(slot: int, index: int, law: Sampling | None) -> StageRequest:
     return StageRequest(slot=slot, anchor=100 + 7 * slot + index, index=index, sampling=law)
 
 
+def test_a_stage_is_as_many_stages_of_one_token_bit_for_bit(target):  # noqa: F811
+    """In one graph rows move on by themselves; laid out anew for each token they give the same, also across pieces."""
+    twin = eagle3(target)
+    twin.model.bfloat16().requires_grad_(False)
+    drafter, lengths = FastChainDrafter.of(twin), [5, 124, 126, 380, 508, 1020]
+    whole, single = drafter.open(slots=8), drafter.at_depth(1).open(slots=8)
+    for session in (whole, single):
+        extended(session, lengths, drafter.stack.fc.shape[1])
+    slots = range(len(lengths))
+    stages = whole.draft([StageRequest(slot=slot, anchor=9, index=0) for slot in slots])
+    anchors = [9 for _ in slots]
+    for index in range(drafter.stage_len):
+        found = single.draft([StageRequest(slot=slot, anchor=anchors[slot], index=index) for slot in slots])
+        anchors = [stage.tokens[0] for stage in found]
+        expected = [(stage.tokens[index], stage.logp[index]) for stage in stages]
+        assert [(stage.tokens[0], stage.logp[0]) for stage in found] == expected, index
+
+
 def test_the_kernels_draft_what_the_twin_does(target):  # noqa: F811
     """In bfloat16 tokens may differ where two are as likely; log-probabilities of the same row hardly do."""
     twin = eagle3(target)

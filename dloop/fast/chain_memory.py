@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Float32, Float64, Int, Int64
 from torch import Tensor
-from torch.nn import functional as F
 
 from dloop.drafters.proposal import measure, pack
 from dloop.fast.beams import Beams
@@ -69,8 +68,9 @@ class FastChainMemory(Runner):
         def forward(ops: Ops, batch: RowBatch) -> None:
             parts = ops.linear(self.features[: len(batch.token)], self.chain_stack.fc)
             states = self.features.new_zeros(len(batch.token), len(self.chain_stack.fc))
-            normed = ops.add_norm(states, parts, self.chain_stack.state_gain, self.chain_stack.eps)
-            self._keep(batch, self._rows(ops, batch, states, normed)[0])
+            # only to add the parts up: pairs are normed as ever
+            ops.add_norm(states, parts, self.chain_stack.state_gain, self.chain_stack.eps)
+            self._keep(batch, self._rows(ops, batch, states)[0])
 
         self.run("read", runs, partial(pack_steps, rows, 0), forward)
 
@@ -78,7 +78,7 @@ class FastChainMemory(Runner):
         """One row of each slot, from the state it kept."""
 
         def forward(ops: Ops, batch: RowBatch) -> None:
-            self._keep(batch, self._next(ops, batch, self.states[self._kept(batch)])[0])
+            self._keep(batch, self._rows(ops, batch, self.states[self._kept(batch)])[0])
 
         self.run("go on", runs, partial(pack_steps, rows, 0), forward)
 
@@ -97,7 +97,7 @@ class FastChainMemory(Runner):
                 batch.token.copy_(found[-1].packed[:, 0])
                 batch.moving.add_(live)
                 here = replace(batch, runs=[replace(run, base=run.base + row) for run in batch.runs])
-                states, normed = self._next(ops, here, states)
+                states, normed = self._rows(ops, here, states)
                 found.append(self._token(ops, normed, here, law))
             self._keep(batch, states)
             probs = [row.probs for row in found if row.probs is not None]
@@ -124,7 +124,7 @@ class FastChainMemory(Runner):
             for level in range(1, depth):
                 above = rows_of(frontier.parents, width)
                 here = descend(batch, frontier.tokens.flatten(), above, level, step)
-                states, normed = self._next(ops, here, torch.cat([states[above], states[rows:]]))
+                states, normed = self._rows(ops, here, torch.cat([states[above], states[rows:]]))
                 frontier = beams.grow(ops.head(normed, stack.head)[:rows].unflatten(0, (-1, width)), stack.kept)
             packed, places = beams.finish(nodes)
             if depth > 1:
@@ -157,20 +157,13 @@ class FastChainMemory(Runner):
         found = measure(logits, Drawn(token, probs))
         return Drafted(pack(found._replace(tokens=kept[token])).T, probs)
 
-    def _next(
+    def _rows(
         self, ops: Ops, batch: RowBatch, states: Float[Tensor, "R D"]
     ) -> tuple[Float[Tensor, "R D"], Float[Tensor, "R D"]]:
-        """The rows that read the states of the rows before."""
+        """(what rows that read these states hand on, in the same memory; the same normed, for the head)."""
         stack = self.chain_stack
-        return self._rows(ops, batch, states, ops.add_norm(states, None, stack.state_gain, stack.eps))
-
-    def _rows(
-        self, ops: Ops, batch: RowBatch, states: Float[Tensor, "R D"], normed: Float[Tensor, "R D"]
-    ) -> tuple[Float[Tensor, "R D"], Float[Tensor, "R D"]]:
-        """(what rows of these states hand on, in the same memory; the same normed, for the head)."""
-        stack = self.chain_stack
-        embedded = F.embedding(batch.token, self.embedding)
-        pairs = torch.cat([ops.add_norm(embedded, None, stack.layers[0].input_gain, stack.eps), normed], -1)
+        gains = stack.layers[0].input_gain, stack.state_gain
+        pairs = ops.pair(batch.token, self.embedding, states, gains, stack.eps)
         parts = run_layer(Step(ops, stack, batch, self.store), 0, pairs, states)
         return states, ops.add_norm(states, parts, stack.gain, stack.eps)
 

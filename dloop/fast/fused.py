@@ -63,6 +63,17 @@ class TritonOps:
         w1, w2 = head.markov_w1.weight, head.markov_w2.weight
         return markov.launch(logits, anchors, w1, w2, block=model.config.block_size, pdl=self.pdl)
 
+    def pair(
+        self,
+        tokens: Int[Tensor, " R"],
+        embedding: Float[Tensor, "V D"],
+        states: Float[Tensor, "R D"],
+        gains: tuple[Tensor, Tensor],
+        eps: float,
+    ) -> Float[Tensor, "R E"]:
+        """Embeddings of the tokens, then the states, side by side, each normed with its gain."""
+        return norm.launch_pair(tokens, embedding, states, gains, eps, self.pdl)
+
     def pick(self, logits: Float[Tensor, "R W"], kept: Int[Tensor, " W"]) -> Float64[Tensor, "R 3"]:
         """Each row's most likely token, told as `kept` says, its log-probability and the top one: packed."""
         return pick.launch(logits, kept, self.pdl)

@@ -69,6 +69,18 @@ class PlainOps:
         size = model.config.block_size
         return pack(model.propose(hidden[: len(anchors) * size].unflatten(0, (-1, size)), anchors, vocabulary))
 
+    def pair(
+        self,
+        tokens: Int[Tensor, " R"],
+        embedding: Float[Tensor, "V D"],
+        states: Float[Tensor, "R D"],
+        gains: tuple[Tensor, Tensor],
+        eps: float,
+    ) -> Float[Tensor, "R E"]:
+        """Embeddings of the tokens, then the states, side by side, each normed with its gain."""
+        embedded = F.embedding(tokens, embedding)
+        return torch.cat([rms_norm(embedded, gains[0], eps), rms_norm(states, gains[1], eps)], -1)
+
     def pick(self, logits: Float[Tensor, "R W"], kept: Int[Tensor, " W"]) -> Float64[Tensor, "R 3"]:
         """Each row's most likely token, told as `kept` says, its log-probability and the top one: packed."""
         found = measure(logits, Drawn(logits.argmax(-1), None))
