@@ -68,9 +68,10 @@ def drafter_for(
         target_hidden_size=config.hidden_size,
         draft_vocab_size=len(kept),
     )
-    model = Eagle3(shape)
+    with torch.device(target.device):
+        model = Eagle3(shape)
     model.load_state_dict(maps_of(kept, target.vocab_size), strict=False)
-    return loaded("random", model.to(target.device), target.vocabulary)
+    return loaded("random", model, target.vocabulary)
 
 
 def taught_pair(device: str):
@@ -155,6 +156,19 @@ def test_the_kernels_draft_what_the_twin_does(target):  # noqa: F811
         assert found.logp[0] == pytest.approx(expected.logp[0], abs=0.1)
         if found.tokens != expected.tokens:
             break  # from here on they read other rows
+
+
+@pytest.mark.parametrize("gate", [1.0, float("-inf")])
+def test_texts_beside_the_fast_target_are_plain_decoding_s(target, gate):  # noqa: F811
+    """Of the published size, where next to nothing is accepted; the offline target below accepts much."""
+    twin = eagle3(target)
+    twin.model.bfloat16().requires_grad_(False)
+    drafter, prompts = FastChainDrafter.of(twin), [list(range(100, 110)), list(range(105, 116))]
+    alone = [dloop.generate(target, None, prompt, 12, stop_token_ids=()).tokens for prompt in prompts]
+    for shape in ({"tree_budget": 0}, {}):
+        settings = Settings(max_new_tokens=12, loop_gate=gate, max_stages=2, stop_token_ids=(), **shape)
+        found = {text.index: text.tokens for text in generate_many(target, drafter, prompts, settings, live=2)}
+        assert [found[index] for index in range(len(prompts))] == alone
 
 
 PROMPTS = [list(range(start, start + 10 + start % 7)) for start in (100, 105, 9000)]
