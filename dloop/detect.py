@@ -235,8 +235,8 @@ def misfits(config: HostConfig, target: HFTarget, name: str) -> Iterator[Misfit]
     ):
         yield Misfit(
             "target_layer_ids",
-            f"{name} taps the layers {list(taps)} of a target with layers 0..{target.num_layers - 1}; taps must "
-            f"increase and stay below {target.num_layers - 1} (the last layer's state exists normed and un-normed)",
+            f"{name} taps the layers {brief(list(taps))} of a target with layers 0..{target.num_layers - 1}; taps must "
+            f"increase and stay below {target.num_layers - 1} (the last layer's state is normed): use its target",
         )
     yield from turned_otherwise(config, target, name)
     if isinstance(config, BlockConfig) and config.mask_token_id >= config.vocab_size:

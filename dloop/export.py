@@ -48,7 +48,8 @@ def in_layout(
 ) -> tuple[dict[str, object], dict[str, Tensor]]:
     """A drafter's config and tensors, of any layout, in this layout. `vocabulary` is the target's.
 
-    Raises UserError if the family has no such layout, or if a vocabulary of the drafter's own would be lost.
+    An embedding that is the target's is left out. Raises UserError if the family has no such layout, or if a vocabulary
+    of the drafter's own would be lost.
     """
     read = read_config(config, "the drafter", tensors)
     shared = {EMBEDDING: vocabulary.embedding} | ({} if read.own_head else {HEAD: vocabulary.head})
@@ -61,19 +62,25 @@ def in_layout(
             raise UserError(f"the deepspec layout is DSpark's, this drafter is {read.family}; use specforge or dflash")
         own = own or {EMBEDDING: vocabulary.embedding.clone(), HEAD: vocabulary.head.clone()}  # a tied pair is one
         return flat(config), rest | own
-    for key, kept in shared.items():
-        if key in own and not torch.equal(own[key].to(kept.device, kept.dtype), kept):
-            raise UserError(
-                f"the drafter's {key} is not its target's, and the {layout} layout has no place for it; "
-                "give the target that it was trained for, or keep the deepspec layout"
-            )
+    own = {key: value for key, value in own.items() if not is_same(value, shared[key])}
+    if own and not read.own_head:
+        other = ", or keep the deepspec layout" if read.family == "dspark" else ""
+        raise UserError(
+            f"the drafter's {next(iter(own))} is not its target's, and the {layout} layout has no place for it; "
+            f"give the target that it was trained for{other}"
+        )
     if isinstance(read, PublishedConfig):
-        return cast(dict[str, object], json.loads(read.published)), rest
+        return cast(dict[str, object], json.loads(read.published)), rest | own
     if not isinstance(read, BlockConfig):
         top = {key: value for key, value in config.items() if key != "auto_map"}
-        return top | {"architectures": [read.architecture]}, rest
+        return top | {"architectures": [read.architecture]}, rest | own
     found = nested(config, read.architecture, meanings(read))
     return found if layout == "specforge" else early(found), rest
+
+
+def is_same(own: Tensor, kept: Tensor) -> bool:
+    """Whether a drafter's matrix is its target's, in the target's arithmetic."""
+    return torch.equal(own.to(kept.device, kept.dtype), kept)
 
 
 def read_config(config: Json, name: str, tensors: Iterable[str]) -> HostConfig:

@@ -14,6 +14,7 @@ from dloop import checkpoint
 from dloop.checkpoint import brief
 from dloop.detect import BLOCK_FAMILIES, check_heads, check_pair, check_target, detect_family
 from dloop.drafters.block import BlockDrafter
+from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.config import MAX_BASE, Json
 from dloop.drafters.families import READERS, build, loaded, named, of_family
 from dloop.drafters.gap import READINGS
@@ -222,13 +223,13 @@ def drafter_like(target: HFTarget, twin: HostDrafter) -> HostDrafter:
     """The drafter on its target's engine; what the fast path does not compute stays on the twin."""
     if target.engine == "twin":
         return twin
-    if not isinstance(twin, BlockDrafter):
-        log.info("the twin drafts: the fast path has no %s yet", twin.family)
-        return twin
+    from dloop.fast.chain import FastChainDrafter
     from dloop.fast.drafter import FastBlockDrafter
 
     try:
-        return FastBlockDrafter.of(twin)
+        if isinstance(twin, BlockDrafter):
+            return FastBlockDrafter.of(twin)
+        return FastChainDrafter.of(cast(ChainDrafter, twin))
     except UserError as error:
         log.warning("the slow twin decodes: %s", error)
         return twin
@@ -265,7 +266,9 @@ def own_vocabulary(config: HostConfig, tensors: dict[str, Tensor], target: HFTar
         checkpoint.check_values(name, {key: weight})
         expected = (len(kept), config.embedding_size)
         if weight.shape != expected:
-            raise UserError(f"{name}: {key} is {tuple(weight.shape)}; expected {expected} as in {target.name}")
+            raise UserError(
+                f"{name}: {key} is {tuple(weight.shape)}; expected {expected} as in {target.name}: use its target"
+            )
         moved = weight.to(device=target.device, dtype=target.dtype)
         own.append(kept if torch.equal(moved, kept) else moved)  # equal by construction: keep one copy
     embedding, head = [*own, *(shared.embedding, shared.head)[len(own) :]]

@@ -51,7 +51,14 @@ def law(logits: Float[Tensor, "n V"], sampling: Sampling) -> Float32[Tensor, "n 
 
 def draw(probs: Float32[Tensor, "n V"], seed: int, positions: Int[Tensor, " n"], stream: int) -> Int[Tensor, " n"]:
     """One token a row from these probabilities (they need not add up to 1), without a device-to-host copy."""
-    return (probs.double().log() + gumbel(seed, positions, probs.shape[-1], stream)).argmax(-1)
+    return salted_draw(probs, torch.full_like(positions, salt(seed, stream), dtype=torch.int64), positions)
+
+
+def salted_draw(
+    probs: Float32[Tensor, "n V"], salts: Int[Tensor, " n"], positions: Int[Tensor, " n"]
+) -> Int[Tensor, " n"]:
+    """`draw` for rows that each have a seed of their own."""
+    return (probs.double().log() + salted_gumbel(salts, positions, probs.shape[-1])).argmax(-1)
 
 
 def gumbel(

@@ -218,16 +218,19 @@ def taught_drafter(
     return drafter
 
 
-def teach(drafter: HostDrafter, target: HFTarget, texts: Sequence[Sequence[int]], steps: int) -> None:
+def teach(
+    drafter: HostDrafter, target: HFTarget, texts: Sequence[Sequence[int]], steps: int, rate: float = 1e-2
+) -> None:
     """Train a drafter in place."""
-    lengths = torch.tensor([len(text) for text in texts])
-    tokens = nn.utils.rnn.pad_sequence([torch.tensor(list(text)) for text in texts], batch_first=True)
-    mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+    lengths = torch.tensor([len(text) for text in texts], device=target.device)
+    rows = [torch.tensor(list(text), device=target.device) for text in texts]
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.arange(tokens.shape[1], device=target.device) < lengths[:, None]
     batch = TrainBatch(tokens, mask, lengths, torch.zeros_like(lengths))
     settings = ObjectiveSettings(num_anchors=tokens.shape[1], loss_decay_gamma=None)
     objective = objective_of(drafter.model.requires_grad_(True), drafter.vocabulary, settings)
     features = target.features(tokens, drafter.taps)
-    optimizer = torch.optim.Adam(drafter.model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(drafter.model.parameters(), lr=rate)
     for step in range(steps):
         optimizer.zero_grad()
         objective(batch, features, depth_of(drafter, step)).total.backward()

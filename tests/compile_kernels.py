@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dloop.fast import fused
-from dloop.kernels import attention, linear, markov, norm, rope
+from dloop.kernels import attention, linear, markov, norm, pick, rope
 from dloop.kernels.shapes import GROUP, KEYS
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -45,6 +45,8 @@ def main() -> None:
     spec = "residual:*bf16 parts:*fp32 weight,normed:*bf16 rows:i32"
     constants = dict(D=2560, WIDTH=4096, SPLIT=4, EPS=1e-6, PDL=True)
     found["norm"] = used(norm.add_norm_kernel, spec, constants, 8, 1)
+    spec = "tokens:*i32 embedding,states,token_gain,state_gain,pairs:*bf16"
+    found["pair"] = used(norm.pair_kernel, spec, dict(D=2560, WIDTH=4096, EPS=1e-6, PDL=True), 8, 1)
     spec = (
         "parts:*fp32 bias,query_gain,key_gain:*bf16 frequency:*fp32 slot,index,position:*i32 q,k,v:*bf16 "
         "rows,capacity,slot_stride:i32 scaling:fp32"
@@ -72,6 +74,11 @@ def main() -> None:
     found["markov finish"] = used(
         markov.finish_kernel, "best:*fp32 where:*i32 mass:*fp32 out:*fp64 sequences:i32", programs, 4, 1
     )
+    shares = dict(V=32_000, SHARES=8, PDL=True)
+    spec = "logits:*bf16 best:*fp32 where:*i32 mass:*fp32"
+    found["pick share"] = used(pick.share_kernel, spec, shares | dict(SHARE=pick.SHARE), 8, 1)
+    spec = "best:*fp32 where:*i32 mass:*fp32 kept:*i64 out:*fp64"
+    found["pick join"] = used(pick.join_kernel, spec, shares | dict(PADDED=8), 1, 1)
     print(json.dumps(found))
 
 

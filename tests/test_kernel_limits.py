@@ -116,3 +116,33 @@ def test_more_sequences_than_a_launch_takes_are_drafted_like_few(monkeypatch):
     together = markov.launch(logits, anchors, w1, w2, block=3, pdl=False)
     monkeypatch.setattr(markov, "SEQUENCES", 2)
     assert torch.equal(markov.launch(logits, anchors, w1, w2, block=3, pdl=False), together)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter is NumPy
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_the_most_likely_token_is_the_first_of_equals_whatever_share_it_lies_in(monkeypatch, kind):
+    pick = pytest.importorskip("dloop.kernels.pick")
+    monkeypatch.setattr(pick, "SHARE", 16)
+    logits = torch.randn(6, 70, generator=torch.Generator().manual_seed(0)).to(kind)
+    logits[0, [12, 40, 69]] = 9.0
+    logits[1, 69] = 9.0
+    logits[2] = -1e4
+    kept = torch.arange(70) * 3
+    found, plain = pick.launch(logits, kept, pdl=False), PlainOps().pick(logits, kept)
+    assert found[:3, 0].tolist() == [36, 207, 0]
+    assert torch.equal(found[:, 0], plain[:, 0])
+    torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-6)
+    nothing = pick.launch(torch.full((1, 70), float("nan"), dtype=kind), kept, pdl=False)
+    assert 0 <= nothing[0, 0] < 210, "a row that nobody fills must name a token"
+
+
+def test_pairs_of_embedding_and_state_are_normed_each_by_itself():
+    norm = pytest.importorskip("dloop.kernels.norm")
+    generator = torch.Generator().manual_seed(0)
+    embedding, states = torch.randn(7, 24, generator=generator), 3 * torch.randn(4, 24, generator=generator)
+    gains = (torch.rand(24, generator=generator), torch.rand(24, generator=generator))
+    tokens = torch.tensor([6, 0, 3, 3], dtype=torch.int32)
+    found = norm.launch_pair(tokens, embedding, states, gains, 1e-6, pdl=False)
+    expected = PlainOps().pair(tokens, embedding, states, gains, 1e-6)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    assert not torch.allclose(found[2, 24:], found[3, 24:]) and torch.equal(found[2, :24], found[3, :24])

@@ -199,8 +199,9 @@ def check_entry(found: dict, context: int) -> None:
     assert found["gpu"] and list(found["rows"]) == ["1", "5"]
     for row in found["rows"].values():
         assert set(row) == {"stock_ms", "twin_ms", "fast_ms", "floor_ms"} and min(row.values()) > 0
-    assert set(found["stage_ms"]) == {"first", "later", "extend", "host"}
-    for kind in ("first", "later", "extend"):
+    kinds = {"first", "later", "extend", "eagle3_chain", "eagle3_later", "eagle3_tree"}
+    assert set(found["stage_ms"]) == kinds | {"host"}
+    for kind in kinds:
         stage = found["stage_ms"][kind]
         assert min(stage["twin_ms"], stage["fast_ms"], stage["floor_ms"]) > 0
     assert found["stage_ms"]["host"]["loop_ms"] > 0 and found["stage_ms"]["extend"]["rows"] == 8

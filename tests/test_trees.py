@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import dloop
 from dloop.batch import generate_many
 from dloop.drafters.host import HostDrafter
-from dloop.fast.drafter import FastBlockDrafter
 from dloop.fast.target import FastTarget
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate
 from dloop.judge import Match
+from dloop.load import drafter_like
 from dloop.loop import Limits, Session, decode
 from dloop.sampling import Sampling
 from dloop.settings import TREES, Settings
@@ -366,10 +366,9 @@ def test_a_stop_token_off_the_spine_does_not_end_drafting(taught):
 
 
 def test_the_fast_path_drafts_and_accepts_the_same_trees(taught):
-    if taught.drafter.family == "eagle3":
-        pytest.skip("not on the fast path")
-    fast = Taught(FastTarget.of(tiny_target(num_layers=3, vocab_size=61)), taught.texts, taught.drafter)
-    fast = replace(fast, drafter=FastBlockDrafter.of(fast.drafter))
+    target = FastTarget.of(tiny_target(num_layers=3, vocab_size=61))
+    fast = Taught(target, taught.texts, drafter_like(target, taught.drafter))
+    assert type(fast.drafter) is not type(taught.drafter)
     for shape, seed in itertools.product(SHAPES.values(), (None, 0)):
         words = {"loop_gate": -2.0, "max_stages": 3, **shape}
         slow, quick = taught.decode(seed, **words), fast.decode(seed, **words)

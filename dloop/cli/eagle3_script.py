@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from dloop.cli.args import option, parse
-from dloop.cli.train import Command
+from dloop.cli.train import MOST_STEPS, Command
 from dloop.cli.train_script import DEFAULT_EMBEDDING, DEFAULT_HEAD, FORMER, READ_AT_ONCE, as_command, refuse, tell
 from dloop.errors import UserError
 
@@ -129,9 +129,18 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
             "--accumulation-steps", command.accumulation_steps, ACCUMULATION, command.draft_accumulation_steps, 1
         ),
         chat_template=command.chat_template if is_text else "model",
-        ttt_length_dist=command.ttt_length_dist or (command.ttt_length or HOST_LENGTH[command.mtp],),
+        ttt_length_dist=command.ttt_length_dist or (length_of(command),),
     )
     return as_command(meant)
+
+
+def length_of(command: Published) -> int:
+    """The length of every unroll. Raises UserError for one that no run can use."""
+    host = HOST_LENGTH[command.mtp]
+    length = host if command.ttt_length is None else command.ttt_length
+    if not 1 <= length <= MOST_STEPS:
+        raise UserError(f"--ttt-length {length} must be a length from 1 to {MOST_STEPS}; leave it out for {host}")
+    return length
 
 
 def head_of(command: Published, start: str | None) -> str:

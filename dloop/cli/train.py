@@ -6,6 +6,8 @@ from typing import Literal
 
 from dloop.cli.args import Common, option, required
 
+MOST_STEPS = 1024  # of an unroll
+
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Common):

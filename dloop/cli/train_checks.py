@@ -7,14 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from dloop.cli.train import Command
+from dloop.cli.train import MOST_STEPS, Command
 from dloop.detect import BLOCK_FAMILIES, CHAIN_FAMILIES
 from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
 
 MOST_ANCHORS = 100_000
-MOST_STEPS = 1024  # of an unroll
 RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (  # written so that NaN breaks every one
     ("max_length", lambda value: value >= 2, "at least 2"),
     ("num_epochs", lambda value: value >= 1, "at least 1"),

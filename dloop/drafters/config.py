@@ -89,6 +89,9 @@ class DSparkConfig(BlockConfig):
         }
 
 
+CORRECT = "correct config.json"
+
+
 class Reader:
     """Typed look-ups in a config file; a missing or ill-typed value is an error that names the file and the key."""
 
@@ -115,26 +118,26 @@ class Reader:
         low, high = LIMITS[key]
         value = self.find(key)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.fail(f"{key}={brief(value)} must be a whole number from {low} to {high}")
+            raise self.fail(f"{key}={brief(value)} must be a whole number from {low} to {high}; {CORRECT}")
         return value
 
     def number(self, key: str, below: float) -> float:
         """A positive number."""
         value = self.find(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
-            raise self.fail(f"{key}={brief(value)} must be a number above 0 and below {below:g}")
+            raise self.fail(f"{key}={brief(value)} must be a number above 0 and below {below:g}; {CORRECT}")
         return float(value)
 
     def boolean(self, key: str) -> bool:
         value = self.find(key)
         if not isinstance(value, bool):
-            raise self.fail(f"{key}={value!r} must be true or false")
+            raise self.fail(f"{key}={brief(value)} must be true or false; {CORRECT}")
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
         value = self.find(key)
         if not isinstance(value, list) or not all(type(x) is int for x in cast(list[object], value)):
-            raise self.fail(f"{key}={brief(value)} must be a list of whole numbers")
+            raise self.fail(f"{key}={brief(value)} must be a list of whole numbers; {CORRECT}")
         return tuple(cast(list[int], value))
 
     def rope_theta(self) -> float:
@@ -147,11 +150,12 @@ class Reader:
         for key in ("rope_parameters", "rope_scaling"):
             parameters = self.raw.get(key) or {}
             if not isinstance(parameters, Mapping):
-                raise self.fail(f"{key}={brief(parameters)} must be an object")
+                raise self.fail(f"{key}={brief(parameters)} must be an object; {CORRECT}")
             rope = cast(Json, parameters)
             kind = rope.get("rope_type", rope.get("type", "default"))
             if kind != "default":
-                raise self.fail(f"rope type {brief(kind)} is not supported for drafters; supported: 'default'")
+                told = f"rope type {brief(kind)} is not supported for drafters; supported: 'default'"
+                raise self.fail(f"{told}; use a drafter with it")
             if "rope_theta" in rope:
                 bases[f"{key}.rope_theta"] = Reader(rope, self.source).number("rope_theta", MAX_BASE)
         if len(set(bases.values())) > 1:
@@ -170,10 +174,12 @@ class Reader:
         """The shape of the attention."""
         heads, shared = self.integer("num_attention_heads"), self.integer("num_key_value_heads")
         if heads % shared:
-            raise self.fail(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}")
+            raise self.fail(
+                f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}; {CORRECT}"
+            )
         head_dim = self.integer("head_dim")
         if head_dim % 2:
-            raise self.fail(f"head_dim={head_dim} must be even: rotary positions turn pairs")
+            raise self.fail(f"head_dim={head_dim} must be even, as rotary positions turn pairs; {CORRECT}")
         return {"num_heads": heads, "num_kv_heads": shared, "head_dim": head_dim}
 
 

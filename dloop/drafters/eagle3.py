@@ -66,7 +66,8 @@ def read_eagle3(raw: Json, source: str) -> Eagle3Config:
     reader = with_head_dim(Reader(raw, source))
     check_plain(reader)
     if reader.integer("num_hidden_layers") != 1:
-        raise reader.fail(f"num_hidden_layers={raw['num_hidden_layers']} is not supported; EAGLE-3 has one layer")
+        found = brief(raw["num_hidden_layers"])
+        raise reader.fail(f"num_hidden_layers={found} is not supported; use a checkpoint of one layer, as EAGLE-3 has")
     hidden, vocabulary = reader.integer("hidden_size"), reader.integer("vocab_size")
     return Eagle3Config(
         hidden_size=hidden,
@@ -98,9 +99,10 @@ def check_plain(reader: Reader) -> None:
         if raw.get(key):
             raise reader.fail(f"{key}={brief(raw[key])} is not supported; use a checkpoint without it")
     if raw.get("hidden_act") not in (None, "silu"):
-        raise reader.fail(f"hidden_act={brief(raw['hidden_act'])} is not supported; EAGLE-3 uses 'silu'")
+        raise reader.fail(f"hidden_act={brief(raw['hidden_act'])} is not supported; use a checkpoint with 'silu'")
     if not fully_attends(raw):
-        raise reader.fail(f"layer_types={brief(raw['layer_types'])} is not supported; EAGLE-3 attends to everything")
+        found = brief(raw["layer_types"])
+        raise reader.fail(f"layer_types={found} is not supported; use a checkpoint that attends to everything")
     for key in ("dloop_config", "eagle_config"):
         if raw.get(key) is not None and not isinstance(raw[key], Mapping):
             raise reader.fail(f"{key}={brief(raw[key])} must be an object; fetch config.json again")
@@ -121,7 +123,8 @@ def read_taps(reader: Reader) -> tuple[int, ...]:
         return ()
     taps = Reader(cast(Json, own), reader.source).integers("eagle_aux_hidden_state_layer_ids")
     if len(taps) != NUM_TAPS:
-        raise reader.fail(f"eagle_aux_hidden_state_layer_ids={list(taps)} must name {NUM_TAPS} layers")
+        found = brief(list(taps))
+        raise reader.fail(f"eagle_aux_hidden_state_layer_ids={found} must name {NUM_TAPS} layers; correct config.json")
     return taps
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dloop.checkpoint import brief
 from dloop.drafters.chain import Attend, ChainModel
 from dloop.drafters.config import Json, Reader
 from dloop.drafters.host import PublishedConfig, as_published
@@ -59,7 +60,9 @@ def read_mtp(raw: Json, source: str) -> MTPConfig:
     said = reader.raw
     for key, taken in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False), ("hidden_act", "silu")):
         if said.get(key, taken) != taken:
-            raise reader.fail(f"{key}={said[key]!r} is another head, which is not supported; Qwen3.5's has {taken!r}")
+            raise reader.fail(
+                f"{key}={brief(said[key])} is another head, which is not supported; use one with {taken}, as Qwen3.5's"
+            )
     rope = said.get("rope_parameters")
     turning = Reader(cast(Json, rope) if isinstance(rope, Mapping) else said, source)
     return MTPConfig(

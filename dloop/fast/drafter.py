@@ -1,6 +1,6 @@
 """Block drafters on the fast path: a whole stage, heads included, in one forward over flat rows of many sequences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
@@ -13,13 +13,12 @@ from torch.nn import functional as F
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.gap import new_gap_rows
 from dloop.drafters.proposal import to_stage
-from dloop.fast.graphs import Graphs
-from dloop.fast.lease import Leased, lease
-from dloop.fast.ops import Ops, kernel_ops, supports
-from dloop.fast.plain import PlainOps
-from dloop.fast.rows import BlockRows, Layout, RowBatch, Run, bucket_of, pack_block
-from dloop.fast.stack import Memory, run_stack
-from dloop.fast.target import START_CONTEXT, columns_of
+from dloop.fast.lease import lease
+from dloop.fast.ops import Ops
+from dloop.fast.rows import BlockRows, RowBatch, Run, pack_block
+from dloop.fast.runner import Runner
+from dloop.fast.stack import run_stack
+from dloop.fast.target import START_CONTEXT
 from dloop.fast.weights import Stack, drafter_stack
 from dloop.kernels.shapes import HeadWeights
 from dloop.trees.shape import TreeShape
@@ -72,18 +71,15 @@ class Staged(NamedTuple):
     packed: Float64[Tensor, "S 3 k"] | None
 
 
-class FastBlockMemory(Leased):
+class FastBlockMemory(Runner):
     """A static store, the final states of the stages drafted since the last verification, and the graphs over both."""
 
     def __init__(self, drafter: FastBlockDrafter, slots: int, context: int) -> None:
+        super().__init__(drafter.stack, slots, context)
         self.drafter = drafter
-        self.store = Memory.empty(drafter.stack, slots, context)
-        device, dtype = drafter.vocabulary.embedding.device, drafter.vocabulary.embedding.dtype
-        self.kernels = supports(dtype, device, drafter.stack.heads)
-        self.graphs = Graphs(device, enabled=self.kernels)
-        self.features = drafter.stack.gain.new_zeros(MOST_GRAPHED, drafter.model.fc.weight.shape[1])
+        self.features = self.blank(MOST_GRAPHED, drafter.model.fc.weight.shape[1])
         config = drafter.config  # one slot more takes the rows that nobody reads
-        self.states = self.features.new_zeros(slots + 1, START_STAGES, config.block_size, config.hidden_size)
+        self.states = self.blank(slots + 1, START_STAGES, config.block_size, config.hidden_size)
 
     def make_room(self, slot: int, rows: int, stages: int = 1) -> None:
         """Let the store hold this many rows of this slot, and the states of this many stages."""
@@ -119,7 +115,7 @@ class FastBlockMemory(Leased):
             gain = self.drafter.model.hidden_norm.weight
             self._project(ops, ops.add_norm(blank_rows, fc, gain, self.drafter.stack.eps), batch)
 
-        self._run("extend", rows, [run], forward, graphed=graphed)
+        self.run("extend", [run], partial(pack_block, rows), forward, kernels=graphed)
 
     def fill_gaps(self, rows: BlockRows, runs: list[Run]) -> None:
         """Store kept final states as context of positions nobody has verified yet."""
@@ -127,7 +123,7 @@ class FastBlockMemory(Leased):
         def forward(ops: Ops, batch: RowBatch) -> None:
             self._project(ops, self._states[self._kept(batch)], batch)
 
-        self._run("gap", rows, runs, forward)
+        self.run("gap", runs, partial(pack_block, rows), forward)
 
     def stage(self, rows: BlockRows, runs: list[Run], greedy: bool) -> Staged:
         """Draft one stage for each run; keep its final states."""
@@ -142,7 +138,7 @@ class FastBlockMemory(Leased):
             anchors = batch.token[: len(hidden) // size * size : size].long()
             return Staged(hidden, ops.propose(hidden, anchors, drafter.model, drafter.vocabulary))
 
-        return self._run("greedy" if greedy else "drawn", rows, runs, forward)
+        return self.run("greedy" if greedy else "drawn", runs, partial(pack_block, rows), forward)
 
     @property
     def _states(self) -> Float[Tensor, "n D"]:
@@ -151,27 +147,6 @@ class FastBlockMemory(Leased):
     def _kept(self, batch: RowBatch) -> Int[Tensor, " R"]:
         """The rows' places among the kept states; -1 is the last one."""
         return batch.state.long().remainder(len(self._states))
-
-    def _run(
-        self,
-        name: str,
-        rows: BlockRows,
-        runs: list[Run],
-        forward: Callable[[Ops, RowBatch], T],
-        graphed: bool | None = None,
-    ) -> T:
-        kernels = self.kernels if graphed is None else graphed
-        count = len(rows.position)
-        size = bucket_of(count) if kernels else count
-        columns = columns_of(self.drafter.stack.heads, max(run.count for run in runs))
-        layout = Layout(rows=size, tile_rows=columns.rows, tree=False)
-        ops: Ops = kernel_ops(columns.count) if kernels else PlainOps()
-
-        on_device = partial(apply, forward, ops, layout, runs)
-        block = pack_block(rows, runs, layout)
-        if not kernels:
-            return on_device(torch.from_numpy(block).to(self.graphs.device))
-        return self.graphs(name, layout, block, on_device)
 
     def _project(self, ops: Ops, states: Float[Tensor, "R D"], batch: RowBatch) -> None:
         """Every layer's keys and values of context or gap rows: joined as they are, without an input norm."""
@@ -182,11 +157,6 @@ class FastBlockMemory(Leased):
             weights = HeadWeights(bias, layer.head.query_gain, layer.head.key_gain)
             parts = ops.linear(states, layer.qkv[skip:])
             ops.rope_store(parts, weights, heads._replace(queries=0), batch, self.store.layer(index))
-
-
-def apply(forward: Callable[[Ops, RowBatch], T], ops: Ops, layout: Layout, runs: list[Run], block: Tensor) -> T:
-    """A forward of the rows that a block of integers on the device describes."""
-    return forward(ops, layout.views(block, runs))
 
 
 class DrafterSession:

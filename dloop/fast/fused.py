@@ -7,7 +7,7 @@ from dloop.drafters.block import BlockModel
 from dloop.drafters.dspark import DSpark
 from dloop.fast.plain import PlainOps
 from dloop.fast.rows import RowBatch
-from dloop.kernels import attention, linear, markov, norm, rope
+from dloop.kernels import attention, linear, markov, norm, pick, rope
 from dloop.kernels.linear import Tiling
 from dloop.kernels.shapes import Heads, HeadWeights, Store
 from dloop.types import Vocabulary
@@ -62,6 +62,21 @@ class TritonOps:
         logits = self.head(hidden, vocabulary.head)
         w1, w2 = head.markov_w1.weight, head.markov_w2.weight
         return markov.launch(logits, anchors, w1, w2, block=model.config.block_size, pdl=self.pdl)
+
+    def pair(
+        self,
+        tokens: Int[Tensor, " R"],
+        embedding: Float[Tensor, "V D"],
+        states: Float[Tensor, "R D"],
+        gains: tuple[Tensor, Tensor],
+        eps: float,
+    ) -> Float[Tensor, "R E"]:
+        """Embeddings of the tokens, then the states, side by side, each normed with its gain."""
+        return norm.launch_pair(tokens, embedding, states, gains, eps, self.pdl)
+
+    def pick(self, logits: Float[Tensor, "R W"], kept: Int[Tensor, " W"]) -> Float64[Tensor, "R 3"]:
+        """Each row's most likely token, told as `kept` says, its log-probability and the top one: packed."""
+        return pick.launch(logits, kept, self.pdl)
 
 
 def split_of(out: int, depth: int) -> int:

@@ -40,6 +40,17 @@ class Ops(Protocol):
         self, hidden: Float[Tensor, "R D"], anchors: Int[Tensor, " S"], model: BlockModel, vocabulary: Vocabulary
     ) -> Float64[Tensor, "S 3 k"]: ...
 
+    def pair(
+        self,
+        tokens: Int[Tensor, " R"],
+        embedding: Float[Tensor, "V D"],
+        states: Float[Tensor, "R D"],
+        gains: tuple[Tensor, Tensor],
+        eps: float,
+    ) -> Float[Tensor, "R E"]: ...
+
+    def pick(self, logits: Float[Tensor, "R W"], kept: Int[Tensor, " W"]) -> Float64[Tensor, "R 3"]: ...
+
 
 def supports(dtype: torch.dtype, device: torch.device, heads: Heads) -> bool:
     """Whether the kernels can be used: bfloat16 on a Hopper GPU or newer, Triton installed, heads of a power of two up

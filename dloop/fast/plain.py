@@ -6,9 +6,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dloop.drafters.block import BlockModel
-from dloop.drafters.proposal import pack
+from dloop.drafters.proposal import measure, pack
 from dloop.fast.rows import RowBatch, Run
 from dloop.kernels.shapes import Heads, HeadWeights, Store
+from dloop.sampling import Drawn
 from dloop.types import Vocabulary
 
 
@@ -68,6 +69,23 @@ class PlainOps:
         size = model.config.block_size
         return pack(model.propose(hidden[: len(anchors) * size].unflatten(0, (-1, size)), anchors, vocabulary))
 
+    def pair(
+        self,
+        tokens: Int[Tensor, " R"],
+        embedding: Float[Tensor, "V D"],
+        states: Float[Tensor, "R D"],
+        gains: tuple[Tensor, Tensor],
+        eps: float,
+    ) -> Float[Tensor, "R E"]:
+        """Embeddings of the tokens, then the states, side by side, each normed with its gain."""
+        embedded = F.embedding(tokens, embedding)
+        return torch.cat([rms_norm(embedded, gains[0], eps), rms_norm(states, gains[1], eps)], -1)
+
+    def pick(self, logits: Float[Tensor, "R W"], kept: Int[Tensor, " W"]) -> Float64[Tensor, "R 3"]:
+        """Each row's most likely token, told as `kept` says, its log-probability and the top one: packed."""
+        found = measure(logits, Drawn(logits.argmax(-1), None))
+        return pack(found._replace(tokens=kept[found.tokens])).T
+
 
 def attend_run(q: Float[Tensor, "R A"], store: Store, heads: Heads, batch: RowBatch, run: Run) -> Float[Tensor, "n A"]:
     """One run's rows: the group of query heads that share a key head is folded into the rows."""
@@ -90,8 +108,9 @@ def seen_mask(batch: RowBatch, run: Run) -> Tensor | None:
             return None
         return torch.arange(end, device=visible.device) < visible[:, None]
     mask = torch.zeros(run.count, end, dtype=torch.bool, device=visible.device)
-    mask[:, : run.base] = True
-    for row, count in enumerate((visible - run.base).tolist()):
+    base = int(batch.tiles.base[run.first])
+    mask[:, :base] = True
+    for row, count in enumerate((visible - base).tolist()):
         mask[row, ancestors[run.first + row, :count].long()] = True
     return mask
 

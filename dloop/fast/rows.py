@@ -40,6 +40,7 @@ class RowBatch:
 
     token: Int[Tensor, " R"]
     place: Place
+    moving: Int[Tensor, "3 R"]  # index, position and visible of `place` in one: what changes when rows move on
     state: Int[Tensor, " R"]  # a drafter's row of kept states that the row reads or writes; -1: none
     tiles: Tiles
     runs: list[Run]  # on the host, for the plain twin; empty under a graph
@@ -52,6 +53,12 @@ class Layout:
     rows: int
     tile_rows: int  # rows that share a tile
     tree: bool
+    depth: int | None = None  # most ancestors of a tree's row, itself included; None: as many as rows
+
+    @property
+    def ancestors(self) -> int:
+        """Entries of a row's table of ancestors."""
+        return 0 if not self.tree else self.rows if self.depth is None else self.depth
 
     @property
     def counts(self) -> int:
@@ -60,17 +67,18 @@ class Layout:
 
     @property
     def size(self) -> int:
-        return self.counts + 3 + (self.rows**2 if self.tree else 0)
+        return self.counts + 3 + self.rows * self.ancestors
 
     def views(self, block: Int[Tensor, " n"], runs: list[Run]) -> RowBatch:
         """Name the parts of a block of integers."""
-        token, slot, index, position, visible, state, base = block[: FIELDS * self.rows].view(FIELDS, self.rows)
+        fields = block[: FIELDS * self.rows].view(FIELDS, self.rows)
+        token, slot, index, position, visible, state, base = fields
         table = block[FIELDS * self.rows : self.counts].view(self.rows, TILE)
         count = block[self.counts : self.counts + 3]
-        ancestors = block[self.counts + 3 :].view(self.rows, self.rows) if self.tree else None
+        ancestors = block[self.counts + 3 :].view(self.rows, self.ancestors) if self.tree else None
         place = Place(slot=slot, index=index, position=position, visible=visible)
         tiles = Tiles(table=table, count=count, base=base, ancestors=ancestors)
-        return RowBatch(token=token, place=place, state=state, tiles=tiles, runs=runs)
+        return RowBatch(token=token, place=place, moving=fields[2:5], state=state, tiles=tiles, runs=runs)
 
 
 def runs_of(slots: list[int], stored: Mapping[int, int]) -> list[Run]:
@@ -114,6 +122,25 @@ def pack_block(block_rows: BlockRows, runs: list[Run], layout: Layout) -> Intege
         fields[2, rows] = np.arange(run.base, run.base + run.count)
         fields[4, rows] = run.base + run.count
     write_tiles(block, layout, runs, fields[4])
+    return block
+
+
+def pack_steps(rows: BlockRows, ahead: int, runs: list[Run], layout: Layout) -> Integers:
+    """An autoregressive drafter's rows: each sees what stands before its position, and itself.
+
+    In a tree a run's rows are siblings, which see nothing of it but what their ancestors' table will say. Attention is
+    laid out for rows that move on by `ahead` positions.
+    """
+    block, fields = blank(layout)
+    n = len(rows.position)
+    fields[0, :n], fields[3, :n], fields[5, :n] = rows.token, rows.position, rows.state
+    fields[4, :n] = fields[3, :n] + 1
+    for run in runs:
+        here = slice(run.first, run.first + run.count)
+        fields[1, here], fields[2, here] = run.slot, np.arange(run.base, run.base + run.count)
+        if layout.tree:
+            fields[6, here] = run.base
+    write_tiles(block, layout, runs, fields[4] + ahead)
     return block
 
 

@@ -1,6 +1,7 @@
 """One forward of a stack of layers over flat rows, and the static store it reads and writes."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -82,6 +83,26 @@ def grown(old: Tensor, slots: int, capacity: int) -> Tensor:
     return new
 
 
+class Step(NamedTuple):
+    """What all layers of a forward share."""
+
+    ops: Ops
+    stack: Stack
+    batch: RowBatch
+    memory: Memory
+
+
+def run_layer(
+    step: Step, index: int, normed: Float[Tensor, "R W"], residual: Float[Tensor, "R D"]
+) -> Float[Tensor, "S R D"]:
+    """What a layer's MLP adds to `residual`, in parts; what its attention adds, `residual` has taken up."""
+    ops, stack, batch, memory = step
+    layer, store = stack.layers[index], memory.layer(index)
+    queries = ops.rope_store(ops.linear(normed, layer.qkv), layer.head, stack.heads, batch, store)
+    mixed = ops.linear(ops.attend(queries, store, stack.heads, batch), layer.o)
+    return ops.linear(ops.gated(ops.add_norm(residual, mixed, layer.post_gain, stack.eps), layer.gate_up), layer.down)
+
+
 def run_stack(
     ops: Ops, stack: Stack, residual: Float[Tensor, "R D"], batch: RowBatch, memory: Memory, taps: tuple[int, ...] = ()
 ) -> tuple[Float[Tensor, "R F"], Float[Tensor, "R D"]]:
@@ -95,11 +116,7 @@ def run_stack(
         normed = ops.add_norm(residual, parts, layer.input_gain, stack.eps)
         if index - 1 in taps and index:
             caught[index - 1] = residual.clone()
-        store = memory.layer(index)
-        queries = ops.rope_store(ops.linear(normed, layer.qkv), layer.head, stack.heads, batch, store)
-        parts = ops.linear(ops.attend(queries, store, stack.heads, batch), layer.o)
-        normed = ops.add_norm(residual, parts, layer.post_gain, stack.eps)
-        parts = ops.linear(ops.gated(normed, layer.gate_up), layer.down)
+        parts = run_layer(Step(ops, stack, batch, memory), index, normed, residual)
     last = ops.add_norm(residual, parts, stack.gain, stack.eps)
     caught[len(stack.layers) - 1] = residual
     tapped = torch.cat([caught[index] for index in taps], -1) if taps else residual[:, :0]

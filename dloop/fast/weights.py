@@ -4,10 +4,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dloop.drafters.block import BlockModel, Layer
+from dloop.drafters.chain import ChainModel
+from dloop.drafters.eagle3 import Eagle3
+from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
 from dloop.kernels.shapes import Heads, HeadWeights
 from dloop.targets.hf import HFTarget
@@ -33,6 +36,16 @@ class Stack:
     heads: Heads
     gain: Float[Tensor, " D"]
     eps: float
+
+
+@dataclass(frozen=True)
+class ChainStack(Stack):
+    """EAGLE-3's layer reads pairs: the token's embedding, normed by the layer's input gain, and the state."""
+
+    fc: Float[Tensor, "D F"]  # from features to states
+    state_gain: Float[Tensor, " D"]
+    head: Float[Tensor, "W D"]
+    kept: Int[Tensor, " W"]  # the target's ids of the head's tokens
 
 
 def fuse(*modules: nn.Module) -> Float[Tensor, "N K"]:
@@ -103,10 +116,35 @@ def target_stack(target: HFTarget) -> Stack:
 
 def drafter_stack(model: BlockModel, name: str) -> Stack:
     """The layers of a block drafter."""
-    config = model.config
-    device = model.norm.weight.device
-    steps = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
-    heads = Heads(
+    layers = [fuse_layer(layer, name) for layer in model.layers if isinstance(layer, Layer)]
+    return Stack(
+        layers=layers,
+        heads=heads_of(model.config, model.norm.weight),
+        gain=gain_of(model.norm),
+        eps=model.config.rms_norm_eps,
+    )
+
+
+def chain_stack(model: ChainModel, name: str) -> ChainStack:
+    """The one layer of an EAGLE-3 drafter, and what stands around it. Raises UserError for other families."""
+    if not isinstance(model, Eagle3):
+        raise UserError(f"{name}: the fast path has no {model.config.family} yet; use --engine twin")
+    return ChainStack(
+        layers=[fuse_layer(model.midlayer, name)],
+        heads=heads_of(model.config, model.norm.weight),
+        gain=gain_of(model.norm),
+        eps=model.config.rms_norm_eps,
+        fc=model.fc.weight.data,
+        state_gain=gain_of(model.midlayer.hidden_norm),
+        head=model.lm_head.weight.data,
+        kept=model.kept,
+    )
+
+
+def heads_of(config: HostConfig, like: Tensor) -> Heads:
+    """A drafter's attention, its frequencies where this tensor lies."""
+    steps = torch.arange(0, config.head_dim, 2, device=like.device, dtype=torch.float32)
+    return Heads(
         queries=config.num_heads,
         keys=config.num_kv_heads,
         dim=config.head_dim,
@@ -114,5 +152,3 @@ def drafter_stack(model: BlockModel, name: str) -> Stack:
         frequency=1.0 / config.rope_theta ** (steps / config.head_dim),
         scaling=1.0,
     )
-    layers = [fuse_layer(layer, name) for layer in model.layers if isinstance(layer, Layer)]
-    return Stack(layers=layers, heads=heads, gain=model.norm.weight.data, eps=config.rms_norm_eps)

@@ -1,4 +1,4 @@
-"""Residual addition and RMS norm in one pass; adds the parts of a split product on the way."""
+"""Residual addition and RMS norm in one pass, adding the parts of a split product on the way; normed pairs of rows."""
 
 import torch
 import triton
@@ -52,3 +52,46 @@ def launch(residual: Tensor, parts: Tensor | None, weight: Tensor, eps: float, p
         num_warps=4 if size <= 2048 else 8, **launch_options(pdl),
     )  # fmt: skip
     return normed
+
+
+@triton.jit
+def pair_kernel(
+    tokens,  # [R]
+    embedding,  # [V, D]
+    states,  # [R, D]
+    token_gain,  # [D]
+    state_gain,  # [D]
+    pairs,  # [R, 2 D]
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One half of one row's pair: its token's embedding, or its state, normed."""
+    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, WIDTH)
+    inside = d < D
+    release(PDL)
+    wait(PDL)
+    if half == 0:
+        source, gain = embedding + tl.load(tokens + row).to(tl.int64) * D, token_gain
+    else:
+        source, gain = states + row * D, state_gain
+    wide = tl.load(source + d, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / D + EPS)
+    kind = pairs.dtype.element_ty
+    y = (wide * scale).to(kind).to(tl.float32) * tl.load(gain + d, mask=inside, other=0.0).to(tl.float32)
+    tl.store(pairs + (row * 2 + half) * D + d, y.to(kind), mask=inside)
+
+
+def launch_pair(
+    tokens: Tensor, embedding: Tensor, states: Tensor, gains: tuple[Tensor, Tensor], eps: float, pdl: bool
+) -> Tensor:
+    """Tokens [R] and states [R, D] -> [R, 2 D]: embeddings and states side by side, each normed with its gain."""
+    count, size = states.shape
+    pairs = states.new_empty(count, 2 * size)
+    pair_kernel[(count, 2)](
+        tokens, embedding, states, *gains, pairs, D=size, WIDTH=triton.next_power_of_2(size), EPS=eps, PDL=pdl,
+        num_warps=4 if size <= 2048 else 8, **launch_options(pdl),
+    )  # fmt: skip
+    return pairs

@@ -9,7 +9,9 @@ from typing import NamedTuple, cast
 from torch import Tensor
 
 from dloop.drafters.block import BlockDrafter, Layer
+from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.dspark import DSpark
+from dloop.drafters.eagle3 import Eagle3
 from dloop.targets.hf import HFTarget
 
 
@@ -66,6 +68,16 @@ def stage_cost(drafter: BlockDrafter, context: int) -> Cost:
         + moved(kv_width * context + rows * config.hidden_size, vocabulary.head)
         + Cost(0.0, attention)
     )
+
+
+def steps_cost(drafter: ChainDrafter, rows: int, context: int) -> Cost:
+    """One EAGLE-3 stage over `context` stored rows: its layer and its head once a step, for `rows` rows of a beam."""
+    model, config = cast(Eagle3, drafter.model), drafter.config
+    weights = [*model.midlayer.parameters(), model.norm.weight, model.lm_head.weight]
+    width = 2 * config.num_kv_heads * config.head_dim
+    attention = 4.0 * rows * context * config.num_heads * config.head_dim
+    step = product(weights, rows) + moved(width * context + rows * config.hidden_size, model.lm_head.weight)
+    return Cost(step.num_bytes * drafter.stage_len, (step.flop + attention) * drafter.stage_len)
 
 
 def extend_cost(drafter: BlockDrafter, rows: int) -> Cost:

@@ -1,6 +1,7 @@
 """Models of a shape with random weights, built on the device they stay on: no checkpoint, no copy.
 
-Source of the drafter's sizes: DeepSpec's DSpark releases for Qwen3-4B and 8B (five layers, rank 256, blocks of 7).
+Sources of the drafters' sizes: DeepSpec's DSpark releases for Qwen3-4B and 8B (five layers, rank 256, blocks of 7);
+SafeAILab's and SpecForge's EAGLE-3 releases.
 """
 
 from typing import NamedTuple, cast
@@ -11,14 +12,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dloop.bench.latency.shapes import Shape, taps_of
 from dloop.drafters.block import BlockDrafter
+from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.config import DSparkConfig
+from dloop.drafters.draft_vocab import maps_of
 from dloop.drafters.dspark import DSpark
+from dloop.drafters.eagle3 import Eagle3, Eagle3Config, published_taps
 from dloop.errors import UserError
 from dloop.fast.drafter import FastBlockDrafter
 from dloop.fast.target import FastTarget
 from dloop.targets.hf import HFTarget
 
 BLOCK_SIZE, MARKOV_RANK = 7, 256
+DRAFT_VOCAB = 32_000  # of EAGLE-3's releases
 
 
 class Pair(NamedTuple):
@@ -100,6 +105,31 @@ def random_drafter(shape: Shape, target: HFTarget, block_size: int = BLOCK_SIZE)
     fill(model, seed=1)
     name = f"dspark for {target.name}"
     return BlockDrafter(name=name, family="dspark", model=model, vocabulary=target.vocabulary)
+
+
+def random_eagle3(shape: Shape, target: HFTarget) -> ChainDrafter:
+    """An EAGLE-3 drafter of the published design at this target's width: one layer, a vocabulary of 32,000."""
+    vocab = min(DRAFT_VOCAB, shape.vocab_size)
+    config = Eagle3Config(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        rms_norm_eps=1e-6,
+        rope_theta=shape.rope_theta,
+        max_positions=shape.positions,
+        attention_bias=False,
+        target_layer_ids=published_taps(shape.num_layers),
+        num_target_layers=shape.num_layers,
+        target_hidden_size=shape.hidden_size,
+        draft_vocab_size=vocab,
+    )
+    model = Eagle3(config).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    model.load_state_dict(maps_of(torch.arange(vocab), shape.vocab_size), strict=False)
+    fill(model, seed=2)
+    return ChainDrafter(name=f"eagle3 for {target.name}", family="eagle3", model=model, vocabulary=target.vocabulary)
 
 
 @torch.no_grad()

@@ -22,14 +22,14 @@ from dloop.bench.latency.book import (
     stage_json,
 )
 from dloop.bench.latency.floors import Cost, extend_cost, stage_cost, verify_cost
-from dloop.bench.latency.models import BLOCK_SIZE, MARKOV_RANK, Pair, random_pair
+from dloop.bench.latency.models import BLOCK_SIZE, MARKOV_RANK, Pair, random_eagle3, random_pair
 from dloop.bench.latency.peers import PeerName, Setting, compare
 from dloop.bench.latency.picture import check_picture, draw
 from dloop.bench.latency.replay import PASSES, Pace, Turn, pace, replay
 from dloop.bench.latency.rounds import Chance, Scripts, drawn_scripts, read_scripts
 from dloop.bench.latency.shapes import Shape, shape_of
 from dloop.bench.latency.show import show, show_replay
-from dloop.bench.latency.stages import Drafters, host_work
+from dloop.bench.latency.stages import Drafters, eagle3_stages, host_work
 from dloop.bench.latency.timing import WARM_UPS, Ceilings, Job, in_turns, measure_ceilings, warm_up
 from dloop.bench.latency.verify import Verifiers
 from dloop.bench.run import commit
@@ -154,6 +154,9 @@ def measure_stages(bench: Bench, entry: Entry, capacity: int) -> dict[str, Json]
         warm_up(jobs[kind], bench.device)
         found[kind] = stage_json(in_turns(jobs[kind], repeats, bench.device), floor(entry, costs[kind]))
     cast(dict[str, Json], found["extend"])["rows"] = EXTEND_ROWS
+    for kind, (work, cost) in eagle3_stages(random_eagle3(bench.shape, bench.pair.target), context).items():
+        warm_up(work, bench.device)
+        found[kind] = stage_json(in_turns(work, repeats, bench.device), floor(entry, cost))
     host = host_work(BLOCK_SIZE, repeats)
     return {**found, "host": {"loop_ms": host.median, "quartiles_ms": [host.low, host.high]}}
 

@@ -1,16 +1,24 @@
 """The drafting side: a round's first stage, a further one, reading verified rows, and the loop's own host work."""
 
 from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import torch
 
+from dloop.bench.latency.floors import Cost, steps_cost
 from dloop.bench.latency.models import Pair
 from dloop.bench.latency.timing import Job, Spread, elapsed_ms, spread
+from dloop.drafters.chain import ChainDrafter
+from dloop.drafters.eagle3 import NUM_TAPS
+from dloop.errors import UserError
+from dloop.fast.chain import FastChainDrafter
 from dloop.gate import ALWAYS_OPEN, FixedGate
 from dloop.loop import Drafter, Limits, grow
+from dloop.trees.shape import TreeShape
 from dloop.types import Draft, Features, Stage, StageRequest
 
 FIRST, LATER = StageRequest(slot=0, anchor=1, index=0), StageRequest(slot=0, anchor=2, index=1)
+TREE = TreeShape(budget=59)  # EAGLE-3's published one: 60 with the root
 HOST_STAGES, HOST_ROUNDS = 4, 50  # stages of a round; rounds of one timing, as one is too short for a clock
 
 
@@ -52,6 +60,35 @@ class Drafters:
             return work
 
         return [Job(name, reads(name)) for name in self.memories]
+
+
+class Piece(NamedTuple):
+    """Ways to do one piece of work, and what it costs at least."""
+
+    jobs: list[Job]
+    cost: Cost
+
+
+def eagle3_stages(twin: ChainDrafter, context: int) -> dict[str, Piece]:
+    """EAGLE-3's stages after this context: a chain, a further chain, a tree of the published size."""
+    try:
+        drafters = {"twin": twin, "fast": FastChainDrafter.of(twin)}
+    except UserError:  # the report has said why
+        drafters = {"twin": twin}
+    width = twin.config.feature_size
+    taps = torch.randn(context, NUM_TAPS * width, device=twin.vocabulary.head.device, dtype=twin.vocabulary.head.dtype)
+    found: dict[str, Piece] = {}
+    for name, trees in (("chain", None), ("tree", TREE)):
+        memories = {way: drafter.with_trees(trees).open() for way, drafter in drafters.items()}
+        for memory in memories.values():
+            memory.extend(0, 0, [0] * context, Features(taps=taps, last=taps[:, :width]))
+        shaped = cast(ChainDrafter, twin.with_trees(trees))
+        cost = steps_cost(shaped, 1 if trees is None else trees.topk, context)
+        found[f"eagle3_{name}"] = Piece([Job(way, drafts(memory, FIRST)) for way, memory in memories.items()], cost)
+        if trees is None:
+            later = [Job(way, drafts(memory, LATER), drafts(memory, FIRST)) for way, memory in memories.items()]
+            found["eagle3_later"] = Piece(later, cost)
+    return found
 
 
 def drafts(memory: Drafter, request: StageRequest) -> Callable[[], object]:

@@ -1,0 +1,198 @@
+"""What EAGLE-3 on the fast path computes with: its store, the states that a row hands to the next, and the forwards."""
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Float32, Float64, Int, Int64
+from torch import Tensor
+
+from dloop.drafters.proposal import measure, pack
+from dloop.fast.beams import Beams
+from dloop.fast.ops import Ops
+from dloop.fast.rows import BlockRows, RowBatch, Run, pack_steps
+from dloop.fast.runner import Runner
+from dloop.fast.stack import Step, run_layer
+from dloop.fast.weights import ChainStack
+from dloop.sampling import DRAFT_STREAM, Drawn, salt, salted_draw
+from dloop.sampling import law as law_of
+from dloop.types import Sampling, Vocabulary
+
+MOST_ROWS = 512  # of one forward; a prompt takes several
+
+
+class Drafted(NamedTuple):
+    """What a forward leaves of its rows' tokens: packed as a proposal is, and the laws they were drawn from."""
+
+    packed: Float64[Tensor, "R 3 *k"]
+    probs: Float32[Tensor, "R *k W"] | None  # over the head's vocabulary; None: nothing was drawn
+
+
+class FastChainMemory(Runner):
+    """A static store, the last drafted row's state of each slot, and the graphs over both."""
+
+    def __init__(self, stack: ChainStack, vocabulary: Vocabulary, slots: int, context: int) -> None:
+        super().__init__(stack, slots, context)
+        self.chain_stack = stack
+        self.embedding = vocabulary.embedding
+        self.features = self.blank(MOST_ROWS, stack.fc.shape[1])
+        self.seeds: dict[int, int] = {}
+        self._make_slots()
+
+    def _make_slots(self) -> None:
+        """One slot more takes what nobody reads."""
+        count = self.store.slots + 1
+        self.states = self.blank(count, len(self.chain_stack.fc))
+        self.salts: Int64[Tensor, " slots"] = torch.zeros(count, dtype=torch.int64, device=self.states.device)
+
+    def make_room(self, slot: int, rows: int) -> None:
+        """Let the store hold this many rows of this slot."""
+        if not self.store.make_room(slot, rows):
+            return
+        if self.store.slots >= len(self.states):
+            states, salts = self.states, self.salts
+            self._make_slots()
+            self.states[: len(states)], self.salts[: len(salts)] = states, salts
+        self.graphs.clear()
+
+    def seed(self, slot: int, seed: int) -> None:
+        """What this slot's draws depend on."""
+        if self.seeds.get(slot) != seed:
+            self.salts[slot] = salt(seed, DRAFT_STREAM)
+            self.seeds[slot] = seed
+
+    def read(self, rows: BlockRows, runs: list[Run]) -> None:
+        """Rows of verified positions; their features stand in `features`, and states are kept where the rows say."""
+
+        def forward(ops: Ops, batch: RowBatch) -> None:
+            parts = ops.linear(self.features[: len(batch.token)], self.chain_stack.fc)
+            states = self.features.new_zeros(len(batch.token), len(self.chain_stack.fc))
+            # only to add the parts up: pairs are normed as ever
+            ops.add_norm(states, parts, self.chain_stack.state_gain, self.chain_stack.eps)
+            self._keep(batch, self._rows(ops, batch, states)[0])
+
+        self.run("read", runs, partial(pack_steps, rows, 0), forward)
+
+    def go_on(self, rows: BlockRows, runs: list[Run]) -> None:
+        """One row of each slot, from the state it kept."""
+
+        def forward(ops: Ops, batch: RowBatch) -> None:
+            self._keep(batch, self._rows(ops, batch, self.states[self._kept(batch)])[0])
+
+        self.run("go on", runs, partial(pack_steps, rows, 0), forward)
+
+    def chain(self, rows: BlockRows, runs: list[Run], depth: int, law: Sampling | None) -> Drafted:
+        """A stage of `depth` tokens of each slot, from the state it kept of the row that read the anchor.
+
+        `rows` stand at that row. `law`: how tokens are drawn, whatever the seed; None: they are the most likely ones.
+        """
+
+        def forward(ops: Ops, batch: RowBatch) -> Drafted:
+            stack, live = self.chain_stack, (batch.place.index >= 0).int()
+            states = self.states[self._kept(batch)]
+            normed = ops.add_norm(states, None, stack.gain, stack.eps)
+            found = [self._token(ops, normed, batch, law)]
+            for row in range(1, depth):
+                batch.token.copy_(found[-1].packed[:, 0])
+                batch.moving.add_(live)
+                here = replace(batch, runs=[replace(run, base=run.base + row) for run in batch.runs])
+                states, normed = self._rows(ops, here, states)
+                found.append(self._token(ops, normed, here, law))
+            self._keep(batch, states)
+            probs = [row.probs for row in found if row.probs is not None]
+            return Drafted(torch.stack([row.packed for row in found], -1), torch.stack(probs, 1) if probs else None)
+
+        return self.run(f"chain {depth} {law}", runs, partial(pack_steps, rows, depth - 1), forward)
+
+    def trees(self, rows: BlockRows, runs: list[Run], depth: int, nodes: int) -> Float64[Tensor, "G n"]:
+        """A dynamic tree of `depth` levels and `nodes` nodes for each run, from the state its slot kept.
+
+        A run's rows, one each of the beam's width, stand where those of the first level will; all name the run's slot.
+        Of what they leave in the store and among the states, only the best path of full depth stays.
+        """
+        width = runs[0].count
+
+        def forward(ops: Ops, batch: RowBatch) -> Float64[Tensor, "G n"]:
+            stack, rows = self.chain_stack, len(batch.token) // width * width
+            first, live = batch.place.index[:rows:width].long(), (batch.place.index >= 0).int()
+            step = torch.stack([live * width, live, live])
+            states = self.states[self._kept(batch)]
+            normed = ops.add_norm(states, None, stack.gain, stack.eps)
+            beams = Beams(width, first)
+            frontier = beams.grow(ops.head(normed, stack.head)[:rows:width, None], stack.kept)
+            for level in range(1, depth):
+                above = rows_of(frontier.parents, width)
+                here = descend(batch, frontier.tokens.flatten(), above, level, step)
+                states, normed = self._rows(ops, here, torch.cat([states[above], states[rows:]]))
+                frontier = beams.grow(ops.head(normed, stack.head)[:rows].unflatten(0, (-1, width)), stack.kept)
+            packed, places = beams.finish(nodes)
+            if depth > 1:
+                self._keep_path(batch.place.slot[:rows:width].long(), first, places, width)
+                self.states.index_copy_(0, self._kept(batch)[:rows:width], states[rows_of(places[:, -1:], width)])
+            return packed
+
+        pack = partial(pack_steps, rows, depth)
+        return self.run(f"tree {depth} {width} {nodes}", runs, pack, forward, depth=max(1, depth - 1))
+
+    def _keep_path(
+        self, slots: Int[Tensor, " G"], first: Int[Tensor, " G"], places: Int[Tensor, "G d"], width: int
+    ) -> None:
+        """Move the rows of a path, one a level of the beam, together; `first` is -1 where there is no beam."""
+        levels = torch.arange(places.shape[1], device=places.device)
+        live = (first >= 0)[:, None]  # elsewhere the first row of all, which no path holds, is put where it is
+        source = torch.where(live, first[:, None] + levels * width + places, 0)
+        target = torch.where(live, first[:, None] + levels, 0)
+        for part in self.store.layer(0):
+            part[slots[:, None], :, target] = part[slots[:, None], :, source]
+
+    def _token(self, ops: Ops, normed: Float[Tensor, "R D"], batch: RowBatch, law: Sampling | None) -> Drafted:
+        """The token after each row."""
+        kept = self.chain_stack.kept
+        logits = ops.head(normed, self.chain_stack.head)
+        if law is None:
+            return Drafted(ops.pick(logits, kept), None)
+        probs = law_of(logits, law)
+        token = salted_draw(probs, self.salts[self._kept(batch)], batch.place.position + 2)
+        found = measure(logits, Drawn(token, probs))
+        return Drafted(pack(found._replace(tokens=kept[token])).T, probs)
+
+    def _rows(
+        self, ops: Ops, batch: RowBatch, states: Float[Tensor, "R D"]
+    ) -> tuple[Float[Tensor, "R D"], Float[Tensor, "R D"]]:
+        """(what rows that read these states hand on, in the same memory; the same normed, for the head)."""
+        stack = self.chain_stack
+        gains = stack.layers[0].input_gain, stack.state_gain
+        pairs = ops.pair(batch.token, self.embedding, states, gains, stack.eps)
+        parts = run_layer(Step(ops, stack, batch, self.store), 0, pairs, states)
+        return states, ops.add_norm(states, parts, stack.gain, stack.eps)
+
+    def _keep(self, batch: RowBatch, states: Float[Tensor, "R D"]) -> None:
+        self.states.index_copy_(0, self._kept(batch), states)
+
+    def _kept(self, batch: RowBatch) -> Int[Tensor, " R"]:
+        """The rows' places among the kept states; -1 is the last one."""
+        return batch.state.long().remainder(len(self.states))
+
+
+def rows_of(places: Int[Tensor, "G m"], width: int) -> Int[Tensor, " rows"]:
+    """The rows of places in the beams, each of which has `width` rows."""
+    return (places + width * torch.arange(len(places), device=places.device)[:, None]).flatten()
+
+
+def descend(
+    batch: RowBatch, tokens: Int[Tensor, " n"], above: Int[Tensor, " n"], level: int, step: Int[Tensor, "3 R"]
+) -> RowBatch:
+    """The rows of a beam's level, in place of those before: `above` are their parents' rows, `step` how they move on.
+
+    Level 1 stands where the rows stand already.
+    """
+    ancestors = batch.tiles.ancestors
+    assert ancestors is not None
+    count = len(tokens)
+    batch.token[:count] = tokens.to(batch.token.dtype)
+    if level > 1:
+        batch.moving.add_(step)
+        ancestors[:count] = ancestors[above]
+    ancestors[:count, level - 1] = batch.place.index[:count]
+    return replace(batch, runs=[replace(run, base=run.base + (level - 1) * run.count) for run in batch.runs])

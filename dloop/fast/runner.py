@@ -1,0 +1,66 @@
+"""What the memories of all drafters on the fast path share: a static store, and how a forward over it runs."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dloop.fast.graphs import Graphs
+from dloop.fast.lease import Leased
+from dloop.fast.ops import Ops, kernel_ops, supports
+from dloop.fast.plain import PlainOps
+from dloop.fast.rows import Integers, Layout, RowBatch, Run, bucket_of
+from dloop.fast.stack import Memory
+from dloop.fast.target import columns_of
+from dloop.fast.weights import Stack
+
+T = TypeVar("T")
+Pack = Callable[[list[Run], Layout], Integers]  # the rows' integers, in the layout that was found for them
+
+
+class Runner(Leased):
+    """A static store and the graphs over it. One session at a time may use it."""
+
+    def __init__(self, stack: Stack, slots: int, context: int) -> None:
+        self.stack = stack
+        self.store = Memory.empty(stack, slots, context)
+        device = stack.gain.device
+        self.kernels = supports(stack.gain.dtype, device, stack.heads)
+        self.graphs = Graphs(device, enabled=self.kernels)
+
+    def blank(self, *shape: int) -> Float[Tensor, "..."]:
+        """Zeros of the weights' type, on their device."""
+        return self.stack.gain.new_zeros(shape)
+
+    def run(
+        self,
+        name: str,
+        runs: list[Run],
+        pack: Pack,
+        forward: Callable[[Ops, RowBatch], T],
+        kernels: bool | None = None,
+        depth: int = 0,
+    ) -> T:
+        """A forward over the rows of these runs: through kernels and, on a GPU, a graph of its name; or plain.
+
+        `depth`: most ancestors of a tree's row; 0: the rows are chains.
+        """
+        kernels = self.kernels if kernels is None else kernels
+        count = sum(run.count for run in runs)
+        columns = columns_of(self.stack.heads, max(run.count for run in runs))
+        size = bucket_of(count) if kernels else count
+        layout = Layout(rows=size, tile_rows=columns.rows, tree=depth > 0, depth=depth or None)
+        ops: Ops = kernel_ops(columns.count) if kernels else PlainOps()
+        on_device = partial(apply, forward, ops, layout, runs)
+        block = pack(runs, layout)
+        if not kernels:
+            return on_device(torch.from_numpy(block).to(self.graphs.device))
+        return self.graphs(name, layout, block, on_device)
+
+
+def apply(forward: Callable[[Ops, RowBatch], T], ops: Ops, layout: Layout, runs: list[Run], block: Tensor) -> T:
+    """A forward of the rows that a block of integers on the device describes."""
+    return forward(ops, layout.views(block, runs))
