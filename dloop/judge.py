@@ -1,13 +1,26 @@
 """Acceptance: which drafted tokens the target would have produced itself."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from dloop.sampling import ACCEPT_STREAM, TARGET_STREAM, Sampling, draw, gumbel, law, process, uniform
+from dloop.sampling import ACCEPT_STREAM, TARGET_STREAM, Sampling, choose, draw, law, salt, uniform
 from dloop.types import Draft, Verdict
+
+# The target's tokens for rows of logits that stand before these positions.
+Pick = Callable[[Float[Tensor, "n V"], Sampling, list[int]], list[int]]
+
+
+def pick(logits: Float[Tensor, "n V"], sampling: Sampling, positions: list[int]) -> list[int]:
+    """`choose`, one operation after the other."""
+    if sampling.is_greedy:
+        return logits.argmax(-1).tolist()  # sync
+    where = torch.tensor(positions, device=logits.device)
+    salts = torch.full_like(where, salt(sampling.seed))
+    return choose(logits, sampling, salts, where).tolist()  # sync
 
 
 @dataclass(frozen=True)
@@ -20,6 +33,7 @@ class Match:
     """
 
     sampling: Sampling
+    pick: Pick = pick  # of a target that answers into the same memory again and again: one launch
 
     @property
     def drafting(self) -> Sampling | None:
@@ -27,19 +41,14 @@ class Match:
         return None
 
     def first(self, logits: Float[Tensor, " V"], position: int) -> int:
-        return self.choose(logits[None], [position])[0]
+        return pick(logits[None], self.sampling, [position])[0]
 
     def __call__(self, draft: Draft, logits: Float[Tensor, "n V"]) -> Verdict:
         return follow(draft, self.choose(logits, [position + 1 for position in draft.positions]))
 
     def choose(self, logits: Float[Tensor, "n V"], positions: list[int]) -> list[int]:
         """The target's token for each of these positions."""
-        if self.sampling.is_greedy:
-            return logits.argmax(-1).tolist()  # sync
-        where = torch.tensor(positions, device=logits.device)
-        noise = gumbel(self.sampling.seed, where, logits.shape[-1])
-        picks: Int[Tensor, " n"] = (process(logits, self.sampling).double() + noise).argmax(-1)
-        return picks.tolist()  # sync
+        return self.pick(logits, self.sampling, positions)
 
 
 @dataclass(frozen=True)

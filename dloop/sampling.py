@@ -61,6 +61,16 @@ def salted_draw(
     return (probs.double().log() + salted_gumbel(salts, positions, probs.shape[-1])).argmax(-1)
 
 
+def choose(
+    logits: Float[Tensor, "n V"], sampling: Sampling, salts: Int[Tensor, " n"], positions: Int[Tensor, " n"]
+) -> Int[Tensor, " n"]:
+    """The target's token of each row, without a device-to-host copy: the likeliest, or a draw with the row's noise."""
+    if sampling.is_greedy:
+        return logits.argmax(-1)
+    noise = salted_gumbel(salts, positions, logits.shape[-1])
+    return (process(logits, sampling).double() + noise).argmax(-1)
+
+
 def gumbel(
     seed: int, positions: Int[Tensor, " n"], vocab_size: int, stream: int = TARGET_STREAM
 ) -> Float64[Tensor, "n V"]:

@@ -15,7 +15,7 @@ from dloop.drafters.host import HostDrafter
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.errors import UserError
 from dloop.gate import GateSum
-from dloop.judge import Match, Reject
+from dloop.judge import Match, Pick, Reject, pick
 from dloop.loop import Limits
 from dloop.sampling import Sampling, fresh_seed
 from dloop.targets.hf import HFTarget
@@ -125,13 +125,17 @@ def sampling_of(settings: Settings) -> Sampling:
     return Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=seed)
 
 
-def judge_of(settings: Settings, sampling: Sampling, drafter: HostDrafter | None = None) -> Match | Reject:
-    """Greedy decoding has one rule. With a temperature, "auto" is rejection sampling where tokens are drafted left to
-    right; DFlash's rows do not see one another's tokens, and drawing them would cost acceptance: "match". So are trees.
+def judge_of(
+    settings: Settings, sampling: Sampling, drafter: HostDrafter | None = None, pick: Pick = pick
+) -> Match | Reject:
+    """Greedy decoding has one rule, and plain decoding rejects nothing. With a temperature, "auto" is rejection
+    sampling where tokens are drafted left to right; DFlash's rows do not see one another's tokens, and drawing them
+    would cost acceptance: "match". So are trees. `pick` is the target's way to choose.
     """
-    together = drafter is not None and (drafter.family == "dflash" or trees_of(settings, drafter) is not None)
-    matches = settings.verify == "match" or (settings.verify == "auto" and together)
-    return Match(sampling) if sampling.is_greedy or matches else Reject(sampling)
+    if drafter is None or sampling.is_greedy or settings.verify == "match":
+        return Match(sampling, pick)
+    together = drafter.family == "dflash" or trees_of(settings, drafter) is not None
+    return Match(sampling, pick) if settings.verify == "auto" and together else Reject(sampling)
 
 
 def limits_of(settings: Settings, target: HFTarget, drafter: HostDrafter | None) -> Limits:

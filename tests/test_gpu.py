@@ -9,10 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import dloop
 from dloop.batch import generate_many
 from dloop.fast.target import FastTarget
+from dloop.judge import pick
 from dloop.sampling import sample_seed
 from dloop.settings import Settings
 from dloop.targets.hf import HFTarget
-from dloop.types import Rows
+from dloop.types import Rows, Sampling
 
 pytestmark = pytest.mark.gpu
 BASE, COUNT = 900, 320  # context, and rows after it: a group of pieces of the keys ends among them
@@ -147,3 +148,15 @@ def test_many_at_once_are_the_texts_they_are_alone(pair, temperature):
     for other, live in ((None, 32), (drafter, 8)):
         found = {text.index: text.tokens for text in generate_many(target, other, prompts, settings, live)}
         assert [found[i] for i in range(len(prompts))] == alone
+
+
+def test_graphed_choices_are_the_plain_ones(pair):
+    """The same address with other logits, seeds and positions; and other numbers of rows."""
+    target, _ = pair
+    logits = torch.empty(16, target.vocab_size, dtype=torch.bfloat16, device="cuda")
+    for seed in range(6):
+        logits.normal_(std=3)
+        for law in (Sampling(temperature=1.0, seed=seed), Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=seed)):
+            for count in (1, 5, 16):
+                positions = [100 * seed + row for row in range(count)]
+                assert target.pick(logits[:count], law, positions) == pick(logits[:count], law, positions)

@@ -274,6 +274,7 @@ def test_auto_is_match_where_rows_are_drawn_apart_and_reject_elsewhere(taught):
     assert isinstance(judge_of(Settings(temperature=1.0, tree_budget=0), drawn, drafter), rule)
     if drafter.family in TREES:
         assert isinstance(judge_of(Settings(temperature=1.0, tree_budget=8), drawn, drafter), Match)
+    assert isinstance(judge_of(Settings(temperature=1.0), drawn), Match)  # plain decoding rejects nothing
     assert isinstance(judge_of(Settings(temperature=1.0, verify="reject"), drawn, drafter), Reject)
     assert isinstance(judge_of(Settings(temperature=1.0, verify="match"), drawn, drafter), Match)
     assert isinstance(judge_of(Settings(verify="reject"), GREEDY, drafter), Match)

@@ -17,7 +17,7 @@ from dloop.fast.rows import FIELDS, TILE, Integers, Layout, blank, bucket_of, un
 from dloop.fast.target import SHORT_PROMPT, FastTarget, chain_rows, columns_of
 from dloop.kernels.shapes import KEYS, NEVER
 from dloop.loop import Limits
-from dloop.sampling import process, salt, salted_gumbel
+from dloop.sampling import choose, salt
 from dloop.targets.hf import check_logits
 from dloop.types import FinishReason, Sampling
 
@@ -97,19 +97,12 @@ class Decoder:
         """One token more for every row that lives."""
         batch = self.layout.views(self.block, [])
         logits = self.memory.forward(self.ops, self.layout, [], self.live, self.block)[2]
-        picks = self._choose(logits, self.salts, batch.place.position + 1)
+        picks = choose(logits, self.sampling, self.salts, batch.place.position + 1).int()  # as the judge does
         self.out.index_copy_(0, self.step, picks[None])
         self.step += 1
         batch.token.copy_(torch.where(self.alive > 0, picks, 0))
         for field in (batch.place.index, batch.place.position, batch.place.visible):
             field += self.alive
-
-    def _choose(self, logits: Tensor, salts: Int64[Tensor, " n"], positions: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """The same choice as the judge's, each row with its own noise."""
-        if self.sampling.is_greedy:
-            return logits.argmax(-1).int()
-        noise = salted_gumbel(salts, positions, logits.shape[-1])
-        return (process(logits, self.sampling).double() + noise).argmax(-1).int()
 
     def run(self, prompts: Iterable[Prompt]) -> Iterator[Finished]:
         """Continue all prompts, in the order in which they end."""
@@ -152,7 +145,7 @@ class Decoder:
         salts = torch.tensor([salt(prompt.sampling.seed) for prompt in group.values()], device=device)
         positions = torch.tensor(lengths, dtype=torch.int32, device=device)
         slots = torch.tensor(list(group), device=device)
-        picks = self._choose(logits, salts, positions)
+        picks = choose(logits, self.sampling, salts, positions).int()
         fields = self.block[: FIELDS * self.live].view(FIELDS, self.live)
         fields[:5, slots] = torch.stack([picks, slots.int(), positions, positions, positions + 1])
         self.alive[slots] = 1

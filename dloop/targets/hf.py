@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from dloop.errors import UserError
+from dloop.judge import Pick, pick
 from dloop.lent import LentKind
 from dloop.loop import Target
 from dloop.targets.branches import KeyValueLayer, ancestry, is_chain, shorten
@@ -112,6 +113,11 @@ class HFTarget:
     def forks(self) -> bool:
         """Whether branches of a tree can be verified in one forward."""
         return True
+
+    @property
+    def pick(self) -> Pick:
+        """How the judge's choice of tokens is computed."""
+        return pick
 
     def open(self, taps: tuple[int, ...] = ()) -> Target:
         """Fresh memory; the features hold the raw outputs of the decoder layers `taps`, in this order."""
