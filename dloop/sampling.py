@@ -119,7 +119,8 @@ class Draw:
     """How a drafter picks each row's token: the most likely one, or (with `sampling`) a draw from the row's law."""
 
     sampling: Sampling | None = None
-    position: int = 0  # absolute position of row 0's token
+    position: int | Int[Tensor, ""] = 0  # absolute position of row 0's token
+    salt: Int[Tensor, ""] | None = None  # what stands for the seed where it is only known on the device
 
     def __call__(self, logits: Float[Tensor, "... V"], row: int) -> Drawn:
         """Pick the token of one row; only the greedy form takes batched rows."""
@@ -136,6 +137,8 @@ class Draw:
         assert self.sampling is not None
         probs = law(logits, self.sampling)
         where = torch.arange(len(logits), device=logits.device) + (self.position + first)
+        if self.salt is not None:
+            return Drawn(salted_draw(probs, self.salt.expand(len(logits)), where), probs)
         return Drawn(draw(probs, self.sampling.seed, where, DRAFT_STREAM), probs)
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Float32, Float64, Int, Int64
+from jaxtyping import Float, Float32, Float64, Int
 from torch import Tensor
 
 from dloop.drafters.proposal import measure, pack
@@ -15,7 +15,7 @@ from dloop.fast.rows import BlockRows, RowBatch, Run, pack_steps
 from dloop.fast.runner import Runner
 from dloop.fast.stack import Step, run_layer
 from dloop.fast.weights import ChainStack
-from dloop.sampling import DRAFT_STREAM, Drawn, salt, salted_draw
+from dloop.sampling import Drawn, salted_draw
 from dloop.sampling import law as law_of
 from dloop.types import Sampling, Vocabulary
 
@@ -37,30 +37,18 @@ class FastChainMemory(Runner):
         self.chain_stack = stack
         self.embedding = vocabulary.embedding
         self.features = self.blank(MOST_ROWS, stack.fc.shape[1])
-        self.seeds: dict[int, int] = {}
-        self._make_slots()
+        self.states = self._states()
 
-    def _make_slots(self) -> None:
+    def _states(self) -> Float[Tensor, "slots D"]:
         """One slot more takes what nobody reads."""
-        count = self.store.slots + 1
-        self.states = self.blank(count, len(self.chain_stack.fc))
-        self.salts: Int64[Tensor, " slots"] = torch.zeros(count, dtype=torch.int64, device=self.states.device)
+        return self.blank(self.store.slots + 1, len(self.chain_stack.fc))
 
-    def make_room(self, slot: int, rows: int) -> None:
-        """Let the store hold this many rows of this slot."""
-        if not self.store.make_room(slot, rows):
-            return
+    def make_room(self, slot: int, rows: int) -> bool:
+        moved = super().make_room(slot, rows)
         if self.store.slots >= len(self.states):
-            states, salts = self.states, self.salts
-            self._make_slots()
-            self.states[: len(states)], self.salts[: len(salts)] = states, salts
-        self.graphs.clear()
-
-    def seed(self, slot: int, seed: int) -> None:
-        """What this slot's draws depend on."""
-        if self.seeds.get(slot) != seed:
-            self.salts[slot] = salt(seed, DRAFT_STREAM)
-            self.seeds[slot] = seed
+            old, self.states = self.states, self._states()
+            self.states[: len(old)] = old
+        return moved
 
     def read(self, rows: BlockRows, runs: list[Run]) -> None:
         """Rows of verified positions; their features stand in `features`, and states are kept where the rows say."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.gap import new_gap_rows
-from dloop.drafters.proposal import to_stage
+from dloop.drafters.proposal import Proposal, pack, to_stage
 from dloop.fast.lease import lease
 from dloop.fast.ops import Ops
 from dloop.fast.rows import BlockRows, RowBatch, Run, pack_block
@@ -21,8 +21,9 @@ from dloop.fast.stack import run_stack
 from dloop.fast.target import START_CONTEXT
 from dloop.fast.weights import Stack, drafter_stack
 from dloop.kernels.shapes import HeadWeights
+from dloop.sampling import Draw
 from dloop.trees.shape import TreeShape
-from dloop.types import Features, Stage, StageRequest
+from dloop.types import Features, Sampling, Stage, StageRequest
 
 T = TypeVar("T")
 
@@ -64,11 +65,19 @@ class FastBlockDrafter(BlockDrafter):
         )
 
 
+class Manner(NamedTuple):
+    """What stages drafted in one forward share."""
+
+    law: Sampling | None  # whatever the seed; None: the most likely tokens
+    tree: bool  # read from the final states afterwards
+
+
 class Staged(NamedTuple):
     """What a stage's forward leaves: final states, and all sequences' packed proposals (None: read later)."""
 
     hidden: Float[Tensor, "R D"]
     packed: Float64[Tensor, "S 3 k"] | None
+    probs: Float[Tensor, "S k V"] | None = None  # the laws that tokens were drawn from
 
 
 class FastBlockMemory(Runner):
@@ -81,17 +90,17 @@ class FastBlockMemory(Runner):
         config = drafter.config  # one slot more takes the rows that nobody reads
         self.states = self.blank(slots + 1, START_STAGES, config.block_size, config.hidden_size)
 
-    def make_room(self, slot: int, rows: int, stages: int = 1) -> None:
-        """Let the store hold this many rows of this slot, and the states of this many stages."""
-        moved = self.store.make_room(slot, rows)
+    def make_room(self, slot: int, rows: int, stages: int = 1) -> bool:
+        """The same, and the states of this many stages."""
+        moved = super().make_room(slot, rows)
         had_slots, had_stages, size, width = self.states.shape
         if self.store.slots >= had_slots or stages > had_stages:
             old, count = self.states, max(stages, had_stages)
             self.states = old.new_zeros(self.store.slots + 1, count, size, width)
             self.states[:had_slots, :had_stages] = old
-            moved = True
-        if moved:
             self.graphs.clear()
+            moved = True
+        return moved
 
     def state_row(self, slot: int, stage: int, row: int) -> int:
         """Where a stage's row is kept, counted over all slots."""
@@ -125,7 +134,7 @@ class FastBlockMemory(Runner):
 
         self.run("gap", runs, partial(pack_block, rows), forward)
 
-    def stage(self, rows: BlockRows, runs: list[Run], greedy: bool) -> Staged:
+    def stage(self, rows: BlockRows, runs: list[Run], manner: Manner) -> Staged:
         """Draft one stage for each run; keep its final states."""
         drafter, size = self.drafter, self.drafter.config.block_size
 
@@ -133,12 +142,26 @@ class FastBlockMemory(Runner):
             embedded = F.embedding(batch.token, drafter.vocabulary.embedding)
             hidden = run_stack(ops, drafter.stack, embedded, batch, self.store)[1]
             self._states.index_copy_(0, self._kept(batch), hidden)
-            if not greedy:
+            if manner.tree:
                 return Staged(hidden, None)
+            if manner.law is not None:
+                return self._drawn(hidden, batch, manner.law, len(runs))
             anchors = batch.token[: len(hidden) // size * size : size].long()
             return Staged(hidden, ops.propose(hidden, anchors, drafter.model, drafter.vocabulary))
 
-        return self.run("greedy" if greedy else "drawn", runs, partial(pack_block, rows), forward)
+        name = f"{manner} {len(runs)}" if manner.law else f"{manner}"  # rows that fill a bucket up are not drawn for
+        return self.run(name, runs, partial(pack_block, rows), forward)
+
+    def _drawn(self, hidden: Float[Tensor, "R D"], batch: RowBatch, law: Sampling, count: int) -> Staged:
+        """Proposals drawn from their laws, one sequence after the other: the heads' loops are over single tokens."""
+        drafter, size = self.drafter, self.drafter.config.block_size
+        found: list[Proposal] = []
+        for first in range(0, count * size, size):
+            draw = Draw(law, batch.place.position[first] + 1, self.salts[batch.place.slot[first].long()])
+            anchor = batch.token[first].long()
+            found.append(drafter.model.propose(hidden[first : first + size], anchor, drafter.vocabulary, draw))
+        probs = [one.probs for one in found if one.probs is not None]
+        return Staged(hidden, torch.stack([pack(one) for one in found]), torch.stack(probs))
 
     @property
     def _states(self) -> Float[Tensor, "n D"]:
@@ -182,14 +205,29 @@ class DrafterSession:
 
     @torch.no_grad()
     def draft(self, requests: Sequence[StageRequest]) -> list[Stage]:
-        """One stage for each request, all in one forward; drawn tokens and trees one request after the other."""
+        """One stage for each request: all that are drafted in one manner in one forward."""
         for request in requests:
             if request.index == 0:
                 self.length[request.slot] = self.committed[request.slot]
         self._fill_gaps([request for request in requests if request.index])
-        staged = self._stage(requests)
+        stages: dict[int, Stage] = {}
+        for manner in dict.fromkeys(self._manner(request) for request in requests):
+            alike = [request for request in requests if self._manner(request) == manner]
+            stages |= {request.slot: stage for request, stage in zip(alike, self._stages(alike, manner), strict=True)}
+        return [stages[request.slot] for request in requests]
+
+    def _manner(self, request: StageRequest) -> Manner:
+        law = request.sampling
+        return Manner(None if law is None else replace(law, seed=0), self.drafter.nodes(request.index) > 0)
+
+    def _stages(self, requests: Sequence[StageRequest], manner: Manner) -> list[Stage]:
+        staged = self._stage(requests, manner)
         if staged.packed is not None:
-            return [to_stage(packed) for packed in staged.packed[: len(requests)].tolist()]  # sync
+            packed = staged.packed[: len(requests)].tolist()  # sync
+            if staged.probs is None:
+                return [to_stage(one) for one in packed]
+            laws = staged.probs[: len(requests)].clone()  # the next stage is drawn in the same memory
+            return [to_stage(one, law) for one, law in zip(packed, laws, strict=True)]
         size, stages = self.drafter.config.block_size, list[Stage]()
         for i, request in enumerate(requests):
             hidden, anchor = staged.hidden[i * size : (i + 1) * size], torch.tensor(request.anchor)
@@ -200,7 +238,7 @@ class DrafterSession:
         """The anchor's position."""
         return self.committed[request.slot] + request.index * self.stage_len
 
-    def _stage(self, requests: Sequence[StageRequest]) -> Staged:
+    def _stage(self, requests: Sequence[StageRequest], manner: Manner) -> Staged:
         config, rows, runs = self.drafter.config, BlockRows([], [], []), list[Run]()
         size = config.block_size
         for request in requests:
@@ -213,8 +251,9 @@ class DrafterSession:
         for request in requests:  # once the buffer has its final size
             first = self.memory.state_row(request.slot, request.index, 0)
             rows.state.extend(range(first, first + size))
-        drawn = any(request.sampling is not None or self.drafter.nodes(request.index) for request in requests)
-        return self.memory.stage(rows, runs, greedy=not drawn)
+            if request.sampling is not None:
+                self.memory.seed(request.slot, request.sampling.seed)
+        return self.memory.stage(rows, runs, manner)
 
     def _fill_gaps(self, requests: Sequence[StageRequest]) -> None:
         """Append the earlier stages' own final states as context of the positions nobody has verified yet."""

@@ -5,7 +5,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dloop.fast.graphs import Graphs
@@ -16,6 +16,7 @@ from dloop.fast.rows import Integers, Layout, RowBatch, Run, bucket_of
 from dloop.fast.stack import Memory
 from dloop.fast.target import columns_of
 from dloop.fast.weights import Stack
+from dloop.sampling import DRAFT_STREAM, salt
 
 T = TypeVar("T")
 Pack = Callable[[list[Run], Layout], Integers]  # the rows' integers, in the layout that was found for them
@@ -30,6 +31,28 @@ class Runner(Leased):
         device = stack.gain.device
         self.kernels = supports(stack.gain.dtype, device, stack.heads)
         self.graphs = Graphs(device, enabled=self.kernels)
+        self.seeds: dict[int, int] = {}
+        self.salts: Int64[Tensor, " slots"] = self._salts()
+
+    def _salts(self) -> Int64[Tensor, " slots"]:
+        """One slot more takes what nobody reads."""
+        return torch.zeros(self.store.slots + 1, dtype=torch.int64, device=self.graphs.device)
+
+    def make_room(self, slot: int, rows: int) -> bool:
+        """Let the store hold this many rows of this slot; whether it moved, and took the graphs with it."""
+        if not self.store.make_room(slot, rows):
+            return False
+        if self.store.slots >= len(self.salts):
+            old, self.salts = self.salts, self._salts()
+            self.salts[: len(old)] = old
+        self.graphs.clear()
+        return True
+
+    def seed(self, slot: int, seed: int) -> None:
+        """What this slot's draws depend on."""
+        if self.seeds.get(slot) != seed:
+            self.salts[slot] = salt(seed, DRAFT_STREAM)
+            self.seeds[slot] = seed
 
     def blank(self, *shape: int) -> Float[Tensor, "..."]:
         """Zeros of the weights' type, on their device."""
