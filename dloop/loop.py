@@ -158,7 +158,7 @@ def decode(session: Session, slot: int, prompt: list[int], *, gate: Gate, judge:
         now = settle(draft, records, verdict, limits, produced, seconds)
         gate.observe(now)
         yield now
-        anchor, position, finish = verdict.bonus, position + len(kept), now.finish
+        anchor, position, finish = now.emitted[-1], position + len(kept), now.finish
         produced += len(now.emitted)
 
 
