@@ -207,7 +207,7 @@ def settle(
     )
 
 
-def run_one(task: Task, session: Session) -> Iterator[Event]:
+def run_one(task: Task, session: Session) -> Generator[Event, None, None]:
     """Answer one sequence's requests; yield its text as it comes."""
     for _, event in run_many([task], session):
         yield event

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
+from dloop.chat import Tokenizer, load_tokenizer
 from dloop.errors import UserError
 from dloop.lent import LentKind
 from dloop.loop import Target
@@ -92,6 +93,11 @@ class HFTarget:
     def beyond_fast(self) -> str | None:
         """The kind of layers that the fast path lacks; None: it is asked."""
         return None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer beside the weights; None if there is none."""
+        return load_tokenizer(self.folder, self.name)
 
     @property
     def engine(self) -> Literal["fast", "twin"]:
