@@ -27,7 +27,7 @@ import dloop
 from dloop.dropin.walk import Keyed
 from dloop.fast.target import FastTarget
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS
-from dloop.testing import good_drafter, taught_drafter, tiny_drafter, tiny_target
+from dloop.testing import CHAIN_KINDS, good_drafter, taught_drafter, tiny_drafter, tiny_target
 
 GATES = (NEVER_OPENS, -2.0, ALWAYS_OPEN)
 PROMPT = [5, 9, 11, 60]
@@ -285,6 +285,17 @@ def test_other_families_and_trees(target, family):
         assert attached.last.mode == "dloop"
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "llama", *CHAIN_KINDS])
+def test_other_targets(kind):
+    target = tiny_target(kind, num_layers=4)
+    for name in ("bare", "stateful", "padded", "frequency"):
+        plain = call(target.model, CASES[name])
+        for drafter in (good_for(target, ids_of(plain)), tiny_drafter(target, family="eagle3")):
+            with dloop.attach(target.model, drafter, loop_gate=-2.0, tree_budget=0) as attached:
+                assert ids_of(call(target.model, CASES[name])) == ids_of(plain)
+            assert attached.last.mode == "dloop"
+
+
 def test_a_drafter_that_is_hardly_ever_right_changes_nothing(target):
     for name in ("bare", "stateful", "stop-strings", "eos"):
         plain = call(target.model, CASES[name])
@@ -432,6 +443,12 @@ def test_training_mode_and_copies_are_decoded_plainly(target):
         assert "training mode" in attached.last.reason
         call(target.model, dict)
         assert attached.last.mode == "dloop"
+        target.model.double()
+        try:
+            call(target.model, dict)
+        finally:
+            target.model.float()
+        assert "float64 on cpu" in attached.last.reason
 
 
 # Attaching

@@ -67,6 +67,9 @@ class Attachment:
             yield "this is a copy of the attached model; attach it itself"
         if self.model.training:
             yield "the model is in training mode; call model.eval()"
+        weight = next(self.pair.drafter.model.parameters())
+        if (weight.dtype, weight.device) != (self.model.dtype, self.model.device):
+            yield f"the model has become {self.model.dtype} on {self.model.device}; attach a drafter loaded for it"
         yield from reasons(call, self.pair.target.context)
 
 
