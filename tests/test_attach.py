@@ -387,6 +387,29 @@ def test_tokens_of_several_sampled_texts_follow_their_law():
     assert chi_square < 18.5  # 4 degrees of freedom: p = 0.001
 
 
+def test_a_drafter_that_contributes_nothing_is_told_once(target, caplog):
+    with dloop.attach(target.model, tiny_drafter(target)), caplog.at_level(logging.WARNING, "dloop"):
+        for _ in range(4):
+            call(target.model, dict)
+    (line,) = [record.message for record in caplog.records]
+    assert "tiny dspark contributes nothing" in line and "dloop doctor" in line
+
+
+def test_a_token_that_is_the_drafter_s_mask_stays(target):
+    """The mask is a token like any other in a text."""
+
+    def make():
+        return {"sequence_bias": [[[96], 7.0]]}
+
+    plain = call(target.model, make)
+    assert plain[0, len(PROMPT) :].tolist().count(96) > 2
+    for family in ("dspark", "dflash", "domino"):
+        drafter = tiny_drafter(target, family=family)
+        assert drafter.config.mask_token_id == 96
+        with dloop.attach(target.model, drafter, loop_gate=ALWAYS_OPEN, max_stages=2):
+            assert ids_of(call(target.model, make)) == ids_of(plain)
+
+
 # What is decoded plainly
 
 PLAIN = {  # by name: arguments, what the reason names

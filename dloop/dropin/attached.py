@@ -25,6 +25,7 @@ from dloop.errors import UserError
 from dloop.gate import GateSum
 from dloop.load import load_drafter
 from dloop.settings import Budget, Settings, limits_of, shaped
+from dloop.tally import Tally
 from dloop.targets.hf import HFTarget
 
 log = logging.getLogger("dloop")
@@ -36,7 +37,8 @@ class Attachment:
 
     pair: Pair
     last: Report | None = None  # of the latest call of `generate`
-    told: set[str] = field(default_factory=set[str])  # reasons that were logged
+    told: set[str] = field(default_factory=set[str])  # lines that were logged
+    tally: Tally = field(default_factory=Tally)  # over all calls
 
     @property
     def model(self) -> PreTrainedModel:
@@ -57,9 +59,24 @@ class Attachment:
     def fall_back(self, reason: str) -> None:
         """Note that a call is decoded plainly; each reason is logged once."""
         self.last = Report(mode="plain", reason=reason)
-        if reason not in self.told:
-            self.told.add(reason)
-            log.warning("generate decodes plainly, without the drafter: %s", reason)
+        self.tell(f"generate decodes plainly, without the drafter: {reason}")
+
+    def decode(self, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
+        """Decode a call with the drafter. What is odd about its acceptance is logged once."""
+        result, self.last = run(self.pair, call)
+        name = self.pair.drafter.name
+        before = self.tally.suspicion(name)
+        for rounds in self.last.rounds:
+            self.tally.add(rounds)
+        if before is None and (line := self.tally.suspicion(name)):
+            self.tell(line)
+        return result
+
+    def tell(self, line: str) -> None:
+        """Log a line, once."""
+        if line not in self.told:
+            self.told.add(line)
+            log.warning(line)
 
     def why_plain(self, model: object, call: Call) -> Iterator[str]:
         """Why a call is transformers' own to decode."""
@@ -116,8 +133,7 @@ class Attached(GenerationMixin):
         if attachment.last is None and (reason := next(attachment.why_plain(self, call), None)) is not None:
             attachment.fall_back(reason)
         if attachment.last is None:
-            result, attachment.last = run(attachment.pair, call)
-            return result
+            return attachment.decode(call)
         given = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
         return super()._sample(*given, **model_kwargs)  # pyright: ignore
 
