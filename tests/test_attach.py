@@ -27,7 +27,7 @@ import dloop
 from dloop.dropin.walk import Keyed
 from dloop.fast.target import FastTarget
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS
-from dloop.testing import CHAIN_KINDS, good_drafter, taught_drafter, tiny_drafter, tiny_target
+from dloop.testing import CHAIN_KINDS, WINDOW_KINDS, good_drafter, taught_drafter, tiny_drafter, tiny_target
 
 GATES = (NEVER_OPENS, -2.0, ALWAYS_OPEN)
 PROMPT = [5, 9, 11, 60]
@@ -285,7 +285,7 @@ def test_other_families_and_trees(target, family):
         assert attached.last.mode == "dloop"
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama", *CHAIN_KINDS])
+@pytest.mark.parametrize("kind", ["qwen2", "llama", *WINDOW_KINDS, *CHAIN_KINDS])
 def test_other_targets(kind):
     target = tiny_target(kind, num_layers=4)
     for name in ("bare", "stateful", "padded", "frequency"):
