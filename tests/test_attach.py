@@ -5,7 +5,9 @@ import gc
 import itertools
 import logging
 import random
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -472,6 +474,44 @@ def test_training_mode_and_copies_are_decoded_plainly(target):
         finally:
             target.model.float()
         assert "float64 on cpu" in attached.last.reason
+
+
+def test_calls_in_several_threads_do_not_meet(target):
+    """What one call must leave to transformers says nothing about the calls beside it."""
+    plain = {name: ids_of(call(target.model, make)) for name, make in (("dictionary", dict), ("hidden-states", dict))}
+
+    def work(name):
+        make = CASES[name] if name in CASES else PLAIN[name][0]
+        given = {"inputs": torch.tensor([PROMPT]), "pad_token_id": 0, "do_sample": False} | TIMES | make()
+        return name, [target.model.generate(**given) for _ in range(6)]
+
+    with dloop.attach(target.model, good_for(target, [PROMPT + TEXT]), loop_gate=-2.0), ThreadPoolExecutor(4) as pool:
+        for name, results in pool.map(work, ["dictionary", "hidden-states"] * 2):
+            for result in results:
+                assert ids_of(result) == plain[name]
+                assert result.dloop.mode == ("dloop" if name == "dictionary" else "plain")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", *WINDOW_KINDS, *CHAIN_KINDS])
+def test_a_forward_of_another_thread_in_the_midst_of_ours_is_not_heard(kind):
+    """Hooks that read layers are shared by all threads that use a model."""
+    target = tiny_target(kind, num_layers=4)
+    drafter = tiny_drafter(target, family="eagle3")
+    alone = dloop.generate(target, drafter, PROMPT, 10, loop_gate=-2.0, tree_budget=0)
+
+    def intrude(module, inputs, output):
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=lambda: target.model(torch.tensor([[7, 8, 9, 10, 11, 12]])))
+            other.start()
+            other.join()
+
+    handle = target.backbone.layers[1].register_forward_hook(intrude)
+    try:
+        beside = dloop.generate(target, drafter, PROMPT, 10, loop_gate=-2.0, tree_budget=0)
+    finally:
+        handle.remove()
+    assert beside.tokens == alone.tokens
+    assert [r.drafted for r in beside.rounds] == [r.drafted for r in alone.rounds]
 
 
 # Attaching

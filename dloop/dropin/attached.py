@@ -6,6 +6,7 @@ it does: such calls, and other ways of decoding, say so in their `Report`.
 """
 
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import cast
@@ -31,12 +32,19 @@ from dloop.targets.hf import HFTarget
 log = logging.getLogger("dloop")
 
 
+class Current(threading.local):
+    """What is known of the call that a thread is in."""
+
+    report: Report | None = None
+
+
 @dataclass
 class Attachment:
     """A model that decodes with a drafter. `detach`, or the end of a `with` block, undoes it."""
 
     pair: Pair
-    last: Report | None = None  # of the latest call of `generate`
+    last: Report | None = None  # of the call of `generate` that ended last, in whatever thread
+    current: Current = field(default_factory=Current)
     told: set[str] = field(default_factory=set[str])  # lines that were logged
     tally: Tally = field(default_factory=Tally)  # over all calls
 
@@ -58,15 +66,16 @@ class Attachment:
 
     def fall_back(self, reason: str) -> None:
         """Note that a call is decoded plainly; each reason is logged once."""
-        self.last = Report(mode="plain", reason=reason)
+        self.current.report = Report(mode="plain", reason=reason)
         self.tell(f"generate decodes plainly, without the drafter: {reason}")
 
     def decode(self, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
         """Decode a call with the drafter. What is odd about its acceptance is logged once."""
-        result, self.last = run(self.pair, call)
+        result, report = run(self.pair, call)
+        self.current.report = report
         name = self.pair.drafter.name
         before = self.tally.suspicion(name)
-        for rounds in self.last.rounds:
+        for rounds in report.rounds:
             self.tally.add(rounds)
         if before is None and (line := self.tally.suspicion(name)):
             self.tell(line)
@@ -99,13 +108,14 @@ class Attached(GenerationMixin):
     def generate(self, *args: object, **kwargs: object) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As before; a result that is a dictionary has a `Report` as its attribute `dloop`."""
         attachment = type(self).attachment
-        attachment.last = None
+        attachment.current.report = None
         given = next((name for name in CACHES if kwargs.get(name) is not None), None)
         if given is not None:
             attachment.fall_back(f"{given} is given, and the drafter does not know what it holds")
         result = cast(object, super().generate(*args, **kwargs))  # pyright: ignore
-        if attachment.last is None:
+        if attachment.current.report is None:
             attachment.fall_back("the call asks for another way of decoding than greedy search or sampling")
+        attachment.last = attachment.current.report
         if isinstance(result, ModelOutput):
             object.__setattr__(result, "dloop", attachment.last)
         return result
@@ -130,9 +140,10 @@ class Attached(GenerationMixin):
             inputs=model_kwargs,
             is_synced=synced_gpus,
         )
-        if attachment.last is None and (reason := next(attachment.why_plain(self, call), None)) is not None:
+        current = attachment.current
+        if current.report is None and (reason := next(attachment.why_plain(self, call), None)) is not None:
             attachment.fall_back(reason)
-        if attachment.last is None:
+        if current.report is None:
             return attachment.decode(call)
         given = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
         return super()._sample(*given, **model_kwargs)  # pyright: ignore
