@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from dloop.api import Generation, generate, generate_autoregressive, stream
     from dloop.batch import Completion, generate_many
+    from dloop.dropin.attached import attach, detach
     from dloop.errors import UserError
     from dloop.load import load_drafter, load_target
     from dloop.settings import Settings
@@ -16,6 +17,8 @@ __all__ = [
     "Generation",
     "Settings",
     "UserError",
+    "attach",
+    "detach",
     "generate",
     "generate_autoregressive",
     "generate_many",
@@ -28,6 +31,8 @@ _HOME = {
     "Completion": "dloop.batch",
     "Settings": "dloop.settings",
     "UserError": "dloop.errors",
+    "attach": "dloop.dropin.attached",
+    "detach": "dloop.dropin.attached",
     "generate_many": "dloop.batch",
     "load_drafter": "dloop.load",
     "load_target": "dloop.load",

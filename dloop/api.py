@@ -1,12 +1,14 @@
 """The facade: `generate`, `stream`, `generate_autoregressive`. Arguments are named like the command-line flags."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from torch import Tensor
 
+from dloop.chat import Growing, Message, Tokenizer, encode_prompt, is_text
 from dloop.drafters.host import HostDrafter
+from dloop.errors import UserError
 from dloop.gate import FixedGate, Gate, GateSum
 from dloop.load import check_pair
 from dloop.loop import Judge, Session, decode, run_one
@@ -25,6 +27,8 @@ from dloop.settings import (
 from dloop.targets.hf import HFTarget
 from dloop.types import FinishReason, First, Round
 
+Prompt = Sequence[int] | Tensor | str | Sequence[Message]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
@@ -36,6 +40,7 @@ class Generation:
     finish_reason: FinishReason
     seed: int | None  # the sampling seed in force; None when greedy
     exact: bool  # whether the bit-identical mode was on
+    text: str | None = None  # what a reader sees of the tokens; None where the prompt was token ids
 
     @property
     def acceptance_length(self) -> float:
@@ -44,13 +49,23 @@ class Generation:
 
 
 class Stream:
-    """Rounds as they happen. `first` is the token prefill gave; `finish_reason` is known at the end."""
+    """Rounds as they happen. `first` is the token prefill gave; `finish_reason` is known at the end.
 
-    def __init__(self, events: Iterator[First | Round], seed: int | None, exact: bool) -> None:
+    A stream that is closed, or that nobody refers to any more, has given its memory back.
+    """
+
+    def __init__(
+        self,
+        events: Generator[First | Round, None, None],
+        seed: int | None,
+        exact: bool,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self._events = events
         self._first: First | None = None
         self.seed = seed
         self.exact = exact
+        self.tokenizer = tokenizer  # None where the prompt was token ids
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -61,6 +76,25 @@ class Stream:
             self._first = event
             self.finish_reason = event.finish
         return self._first.token
+
+    def close(self) -> None:
+        """Stop here: no further round comes, and the memory is free at once."""
+        self._events.close()
+
+    def texts(self) -> Iterator[str]:
+        """The text instead of the rounds, as far as each makes it grow; half a character waits for its rest.
+
+        Raises UserError where the prompt was token ids.
+        """
+        if self.tokenizer is None:
+            raise UserError("a stream of texts needs a prompt in text or messages; with token ids, decode the tokens")
+        return self._texts(Growing(self.tokenizer.decode))
+
+    def _texts(self, growing: Growing) -> Iterator[str]:
+        yield growing.push([self.first])
+        for round in self:
+            yield growing.push(round.emitted)
+        yield growing.finish()
 
     def __iter__(self) -> "Stream":
         return self
@@ -76,7 +110,7 @@ class Stream:
 def stream(
     target: HFTarget,
     drafter: HostDrafter | None,
-    prompt_ids: Sequence[int] | Tensor,
+    prompt_ids: Prompt,
     max_new_tokens: int = 256,
     loop_gate: float = 1.0,
     gate_sum: GateSum = "last",
@@ -104,7 +138,7 @@ def stream(
 def generate(
     target: HFTarget,
     drafter: HostDrafter | None,
-    prompt_ids: Sequence[int] | Tensor,
+    prompt_ids: Prompt,
     max_new_tokens: int = 256,
     loop_gate: float = 1.0,
     gate_sum: GateSum = "last",
@@ -128,7 +162,9 @@ def generate(
 
     Args:
         target, drafter: from `load_target` and `load_drafter`; drafter None is plain decoding.
-        prompt_ids: token ids, not empty; with max_new_tokens they must fit the target's context.
+        prompt_ids: token ids, not empty; or a text, taken as it is; or a conversation, which goes through the chat
+            template: [{"role": "user", "content": "Hello"}]. The last two need the tokenizer beside the target's
+            weights. With max_new_tokens the prompt must fit the target's context.
         loop_gate: another stage is drafted while the stage's summed top-1 log-probability is at least this.
             1.0 never opens (the host as released); -inf is always open.
         gate_sum: "last" judges the stage just drafted, "all" the whole chain.
@@ -150,7 +186,7 @@ def generate(
 
 def generate_autoregressive(
     target: HFTarget,
-    prompt_ids: Sequence[int] | Tensor,
+    prompt_ids: Prompt,
     max_new_tokens: int = 256,
     loop_gate: float = 1.0,
     gate_sum: GateSum = "last",
@@ -180,7 +216,7 @@ def generate_autoregressive(
 def start(
     target: HFTarget,
     drafter: HostDrafter | None,
-    prompt_ids: Sequence[int] | Tensor,
+    prompt_ids: Prompt,
     settings: Settings,
     judge: Judge | None = None,
 ) -> Stream:
@@ -190,13 +226,15 @@ def start(
     """
     check_request(target, drafter, settings)
     drafter = shaped(drafter, settings)
-    prompt = check_prompt(prompt_ids, target, settings.max_new_tokens)
+    tokenizer = target.tokenizer if is_text(prompt_ids) else None
+    ids = encode_prompt(prompt_ids, tokenizer, target.name) if is_text(prompt_ids) else prompt_ids
+    prompt = check_prompt(cast(Sequence[int] | Tensor, ids), target, settings.max_new_tokens)
     sampling = sampling_of(settings)
     limits = limits_of(settings, target, drafter)
     session = Session(target=target.open(drafter.taps if drafter else ()), drafter=drafter.open() if drafter else None)
     judge = judge or judge_of(settings, sampling, drafter, target.pick)
     task = decode(session, 0, prompt, gate=gate_of(settings), judge=judge, limits=limits)
-    return Stream(run_one(task, session), None if sampling.is_greedy else sampling.seed, target.is_exact)
+    return Stream(run_one(task, session), None if sampling.is_greedy else sampling.seed, target.is_exact, tokenizer)
 
 
 def check_request(target: HFTarget, drafter: HostDrafter | None, settings: Settings) -> None:
@@ -228,4 +266,5 @@ def finished(stream: Stream, rounds: list[Round]) -> Generation:
         finish_reason=stream.finish_reason,
         seed=stream.seed,
         exact=stream.exact,
+        text=stream.tokenizer.decode(tokens) if stream.tokenizer else None,
     )

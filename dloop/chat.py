@@ -124,14 +124,33 @@ def read_messages(text: str) -> list[Message]:
         value: object = json.loads(text)
     except ValueError as error:
         raise UserError(f"--messages is not valid JSON ({error})") from error
-    messages = cast(list[object], value) if isinstance(value, list) else []
+    return check_messages(cast(list[object], value) if isinstance(value, list) else [], "--messages")
+
+
+def check_messages(messages: Sequence[object], name: str) -> list[Message]:
+    """A conversation, every turn of which is one. Raises UserError naming the faulty turn."""
     for message in messages:
-        fields = cast(dict[str, object], message) if isinstance(message, dict) else {}
+        fields = cast(Mapping[str, object], message) if isinstance(message, Mapping) else {}
         if not (isinstance(fields.get("role"), str) and isinstance(fields.get("content"), str)):
-            raise UserError(f"--messages: {message!r} needs the strings 'role' and 'content'")
+            raise UserError(f"{name}: {message!r} needs the strings 'role' and 'content'")
     if not messages:
-        raise UserError('--messages must be a JSON list such as [{"role": "user", "content": "Hello"}]')
-    return cast(list[Message], messages)
+        raise UserError(f'{name} must be a JSON list such as [{{"role": "user", "content": "Hello"}}]')
+    return cast(list[Message], list(messages))
+
+
+def is_text(prompt: object) -> bool:
+    """Whether a prompt is a text or a conversation, and no token ids."""
+    items = cast(Sequence[object], prompt) if isinstance(prompt, list | tuple) else ()
+    return isinstance(prompt, str) or any(isinstance(item, str | Mapping) for item in items)
+
+
+def encode_prompt(prompt: object, tokenizer: Tokenizer | None, name: str) -> list[int]:
+    """A text as it is, or a conversation in the chat template, as ids. Raises UserError where the means are missing."""
+    if tokenizer is None:
+        raise UserError(f"{name} has no tokenizer beside its weights; give the prompt as token ids")
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat(check_messages(cast(Sequence[object], prompt), "prompt_ids"))
 
 
 @dataclass

@@ -158,7 +158,7 @@ def decode(session: Session, slot: int, prompt: list[int], *, gate: Gate, judge:
         now = settle(draft, records, verdict, limits, produced, seconds)
         gate.observe(now)
         yield now
-        anchor, position, finish = verdict.bonus, position + len(kept), now.finish
+        anchor, position, finish = now.emitted[-1], position + len(kept), now.finish
         produced += len(now.emitted)
 
 
@@ -207,7 +207,7 @@ def settle(
     )
 
 
-def run_one(task: Task, session: Session) -> Iterator[Event]:
+def run_one(task: Task, session: Session) -> Generator[Event, None, None]:
     """Answer one sequence's requests; yield its text as it comes."""
     for _, event in run_many([task], session):
         yield event

@@ -223,7 +223,7 @@ class Verdict:
     """What the judge decided. `path` holds node indices from the first accepted node on, without the anchor."""
 
     path: list[int]
-    bonus: int  # the target's own token after the path
+    bonus: int | None  # the target's own token after the path; None where an accepted token ended the text
 
 
 @dataclass(frozen=True, kw_only=True)

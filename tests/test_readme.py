@@ -73,5 +73,16 @@ def test_the_layout_names_what_is_there():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1], ids=["five-lines", "drop-in"])
+def test_the_first_scripts_run_and_answer(smollm2_dir, tmp_path, number):
+    script = blocks("python")[number]
+    assert sum(bool(line.strip()) and " import " not in f" {line}" for line in script.splitlines()) <= 5
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert ("def reverse_string(" if number == 0 else "return word") in done.stdout
+
+
+@pytest.mark.slow
 def test_snippets_and_commands_run(smollm2_dir, tmp_path):
     run_in_order(tmp_path)

@@ -19,11 +19,11 @@ from dloop.errors import UserError
 from dloop.load import load_drafter, load_target
 from dloop.records import Answer, Json, document, dumps, looped_tokens, plain, stage_counts
 from dloop.settings import Settings
+from dloop.tally import Tally
 from dloop.trace import trace
 from dloop.types import Round
 
 RECORDED = ("baseline", "chat", "revision", "draft_revision")
-USELESS_ROUNDS, USELESS_LENGTH = 50, 1.05
 WIDE = 100  # columns from which a trace shows scores too
 
 logger = logging.getLogger("dloop")
@@ -141,14 +141,6 @@ def summary(done: Answer, drafter: HostDrafter | None) -> str:
 
 
 def warn_if_useless(rounds: Sequence[Round], drafter: HostDrafter | None) -> None:
-    """The target repairs everything a broken drafter does: only this number shows it."""
-    if drafter is None or len(rounds) < USELESS_ROUNDS:
-        return
-    tau = sum(round.accepted + 1 for round in rounds) / len(rounds)
-    if tau < USELESS_LENGTH:
-        logger.warning(
-            "acceptance length %.2f after %d rounds: %s contributes nothing; was it trained for this target?",
-            tau,
-            len(rounds),
-            drafter.name,
-        )
+    """Tell what is odd about the drafter's acceptance."""
+    if drafter is not None and (line := Tally().add(rounds).suspicion(drafter.name)):
+        logger.warning(line)

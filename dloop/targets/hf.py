@@ -1,9 +1,10 @@
 """Any croppable Hugging Face causal LM of the Qwen3, Qwen2 and Llama kind: the slow, plain twin of the fast path."""
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -13,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
+from dloop.chat import Tokenizer, load_tokenizer
 from dloop.errors import UserError
 from dloop.judge import Pick, pick
 from dloop.lent import LentKind
@@ -93,6 +95,11 @@ class HFTarget:
     def beyond_fast(self) -> str | None:
         """The kind of layers that the fast path lacks; None: it is asked."""
         return None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer beside the weights; None if there is none."""
+        return load_tokenizer(self.folder, self.name)
 
     @property
     def engine(self) -> Literal["fast", "twin"]:
@@ -255,6 +262,19 @@ def cache_argument(backbone: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(backbone.forward).parameters else "past_key_values"
 
 
+def in_this_thread(
+    note: Callable[[Tensor], object],
+) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
+    """A forward hook that notes outputs of this thread's forwards alone: others may decode with the same model."""
+    here = threading.get_ident()
+
+    def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        if threading.get_ident() == here:
+            note(output if isinstance(output, Tensor) else output[0])
+
+    return hook
+
+
 def run_backbone(target: HFTarget, inputs: dict[str, object], taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Run the layers without the head; return (tapped raw layer outputs side by side, last state after the norm).
 
@@ -265,14 +285,11 @@ def run_backbone(target: HFTarget, inputs: dict[str, object], taps: tuple[int, .
     layers = cast(nn.ModuleList, target.backbone.layers)
     embedding = target.model.get_input_embeddings()
 
-    def catch(index: int) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
-        def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            caught[index] = output if isinstance(output, Tensor) else output[0]
-
-        return hook
-
     tapped_modules = {index: layers[index] if index >= 0 else embedding for index in taps}  # -1: the embedding
-    handles = [module.register_forward_hook(catch(index)) for index, module in tapped_modules.items()]
+    handles = [
+        module.register_forward_hook(in_this_thread(partial(caught.__setitem__, index)))
+        for index, module in tapped_modules.items()
+    ]
     try:
         last = cast(Tensor, target.backbone(**inputs).last_hidden_state)
     finally:

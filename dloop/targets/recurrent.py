@@ -8,7 +8,7 @@ Sources: the gated delta rule of Hugging Face transformers (Qwen3.5); replay of 
 
 import importlib.util
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from dloop.loop import Target
 from dloop.targets.branches import KeyValueLayer
-from dloop.targets.hf import HFMemory, HFTarget
+from dloop.targets.hf import HFMemory, HFTarget, in_this_thread
 from dloop.targets.release import EXTRA
 from dloop.targets.release import is_offered as is_offered
 from dloop.types import Seen
@@ -206,11 +206,8 @@ def reading(mixers: list[nn.Module]) -> Generator[list[list[Tensor]], None, None
     """Note what these layers' projections give in the forwards inside: three lists, in the order of `Reads`."""
     found: list[list[Tensor]] = [[], [], []]
 
-    def noting(part: list[Tensor]) -> Callable[[nn.Module, object, Tensor], None]:
-        return lambda _module, _inputs, output: part.append(output)
-
     handles = [
-        mixer.get_submodule(name).register_forward_hook(noting(part))
+        mixer.get_submodule(name).register_forward_hook(in_this_thread(part.append))
         for mixer in mixers
         for name, part in zip(PROJECTIONS, found, strict=True)
     ]

@@ -1,0 +1,1 @@
+"""Drop-in generation: transformers' own `generate`, decoding with a drafter."""

@@ -1,0 +1,207 @@
+"""`attach`: a transformers model whose `generate` decodes with a drafter.
+
+transformers prepares each call as ever (arguments, defaults, processors, stopping criteria, padding, checks); only its
+loop for greedy search and sampling, `_sample`, is replaced, in a class of the model's own. What that loop alone can do,
+it does: such calls, and other ways of decoding, say so in their `Report`.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import cast
+
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils.generic import ModelOutput
+
+from dloop.api import check_request, gate_of
+from dloop.drafters.host import HostDrafter
+from dloop.dropin.adopt import adopt
+from dloop.dropin.call import CACHES, Call, reasons
+from dloop.dropin.run import Pair, Report, run
+from dloop.dropin.walk import Streamer
+from dloop.errors import UserError
+from dloop.gate import GateSum
+from dloop.load import load_drafter
+from dloop.settings import Budget, Settings, limits_of, shaped
+from dloop.tally import Tally
+from dloop.targets.hf import HFTarget
+
+log = logging.getLogger("dloop")
+
+
+class Current(threading.local):
+    """What is known of the call that a thread is in."""
+
+    report: Report | None = None
+
+
+@dataclass
+class Attachment:
+    """A model that decodes with a drafter. `detach`, or the end of a `with` block, undoes it."""
+
+    pair: Pair
+    last: Report | None = None  # of the call of `generate` that ended last, in whatever thread
+    current: Current = field(default_factory=Current)
+    told: set[str] = field(default_factory=set[str])  # lines that were logged
+    tally: Tally = field(default_factory=Tally)  # over all calls
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.pair.target.model
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Let the model decode as before; no effect where it does already."""
+        kind = type(self.model)
+        if issubclass(kind, Attached) and kind.attachment is self:
+            self.model.__class__ = kind.original
+
+    def fall_back(self, reason: str) -> None:
+        """Note that a call is decoded plainly; each reason is logged once."""
+        self.current.report = Report(mode="plain", reason=reason)
+        self.tell(f"generate decodes plainly, without the drafter: {reason}")
+
+    def decode(self, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
+        """Decode a call with the drafter. What is odd about its acceptance is logged once."""
+        result, report = run(self.pair, call)
+        self.current.report = report
+        name = self.pair.drafter.name
+        before = self.tally.suspicion(name)
+        for rounds in report.rounds:
+            self.tally.add(rounds)
+        if before is None and (line := self.tally.suspicion(name)):
+            self.tell(line)
+        return result
+
+    def tell(self, line: str) -> None:
+        """Log a line, once."""
+        if line not in self.told:
+            self.told.add(line)
+            log.warning(line)
+
+    def why_plain(self, model: object, call: Call) -> Iterator[str]:
+        """Why a call is transformers' own to decode."""
+        if model is not self.model:
+            yield "this is a copy of the attached model; attach it itself"
+        if self.model.training:
+            yield "the model is in training mode; call model.eval()"
+        weight = next(self.pair.drafter.model.parameters())
+        if (weight.dtype, weight.device) != (self.model.dtype, self.model.device):
+            yield f"the model has become {self.model.dtype} on {self.model.device}; attach a drafter loaded for it"
+        yield from reasons(call, self.pair.target.context)
+
+
+class Attached(GenerationMixin):
+    """What stands before the original class of an attached model."""
+
+    attachment: Attachment
+    original: type[PreTrainedModel]
+
+    def generate(self, *args: object, **kwargs: object) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As before; a result that is a dictionary has a `Report` as its attribute `dloop`."""
+        attachment = type(self).attachment
+        attachment.current.report = None
+        given = next((name for name in CACHES if kwargs.get(name) is not None), None)
+        if given is not None:
+            attachment.fall_back(f"{given} is given, and the drafter does not know what it holds")
+        result = cast(object, super().generate(*args, **kwargs))  # pyright: ignore
+        if attachment.current.report is None:
+            attachment.fall_back("the call asks for another way of decoding than greedy search or sampling")
+        attachment.last = attachment.current.report
+        if isinstance(result, ModelOutput):
+            object.__setattr__(result, "dloop", attachment.last)
+        return result
+
+    def _sample(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Streamer | None = None,
+        **model_kwargs: object,
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        attachment = type(self).attachment
+        call = Call(
+            ids=input_ids,
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            config=generation_config,
+            streamer=streamer,
+            inputs=model_kwargs,
+            is_synced=synced_gpus,
+        )
+        current = attachment.current
+        if current.report is None and (reason := next(attachment.why_plain(self, call), None)) is not None:
+            attachment.fall_back(reason)
+        if current.report is None:
+            return attachment.decode(call)
+        given = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+        return super()._sample(*given, **model_kwargs)  # pyright: ignore
+
+
+def attach(
+    model: PreTrainedModel | HFTarget,
+    drafter: HostDrafter | str,
+    loop_gate: float = 1.0,
+    gate_sum: GateSum = "last",
+    max_stages: int = 12,
+    tree_budget: Budget = "host",
+    stage_tree_budget: Budget = "host",
+    topk_k: int = 10,
+    tree_width: int = 12,
+    tree_beta: float = -0.2,
+    draft_depth: int | None = None,
+    mtp_k: int | None = None,
+) -> Attachment:
+    """Let `model.generate` of transformers decode with a drafter from now on; `detach` undoes it.
+
+    Texts stay the model's own: the same ids in float32, greedy or sampled alone (with PyTorch's seed); several sampled
+    together keep their law, each with a seed of its own. What only transformers' loop can do is decoded by it, logged
+    once, and told in the report.
+
+    Args:
+        model: loaded with transformers, whose own forward then verifies; or a target of `load_target`, on its engine.
+        drafter: from `load_drafter`, or a name for it.
+        loop_gate and the others: how drafts are made, as in `generate`; what else decides a text comes with each call.
+
+    Returns the attachment: `last` is the report on the latest call, with its rounds; a result that is a dictionary
+    has it as `dloop`. Raises UserError for a model or drafter that does not fit, or that is attached already.
+    """
+    settings = Settings(**{k: v for k, v in locals().items() if k not in ("model", "drafter")})
+    target = model if isinstance(model, HFTarget) else adopt(model)
+    if isinstance(target.model, Attached):
+        raise UserError(f"{target.name} has a drafter attached already; detach it first")
+    loaded = load_drafter(drafter, target) if isinstance(drafter, str) else drafter
+    attachment = Attachment(checked(target, loaded, settings))
+    original = type(target.model)
+    own = {"attachment": attachment, "original": original, "__module__": original.__module__}
+    target.model.__class__ = type(original.__name__, (Attached, original), own)
+    return attachment
+
+
+def checked(target: HFTarget, drafter: HostDrafter, settings: Settings) -> Pair:
+    """Who will decode. Raises UserError, now and not in the middle of a call, for what does not go together."""
+    check_request(target, drafter, settings)
+    gate_of(settings)
+    limits_of(settings, target, drafter)
+    shape = shaped(drafter, settings)
+    assert shape is not None
+    return Pair(target, shape, settings)
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Undo `attach`. Raises UserError for a model that has nothing attached."""
+    kind = type(model)
+    if not issubclass(kind, Attached):
+        raise UserError(f"{model.name_or_path or kind.__name__} has no drafter attached; there is nothing to undo")
+    kind.attachment.detach()
