@@ -63,8 +63,7 @@ class Attachment:
 
     def detach(self) -> None:
         """Let the model decode as before; no effect where it does already."""
-        kind = type(self.model)
-        if issubclass(kind, Attached) and kind.attachment is self:
+        if attachment_of(self.model) is self:
             self.model.__class__ = self.original
 
     def fall_back(self, reason: str) -> None:
