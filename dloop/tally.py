@@ -14,13 +14,15 @@ class Tally:
 
     rounds: int = 0
     accepted: int = 0
-    missed: int = 0  # rounds in which a draft was rejected
+    judged: int = 0  # rounds that are not a text's last
+    missed: int = 0  # of these, in which a draft was rejected
 
     def add(self, rounds: Iterable[Round]) -> "Tally":
         """Count these too. How much of a text's last round would have been accepted is not known everywhere."""
         for round in rounds:
             self.rounds += 1
             self.accepted += round.accepted
+            self.judged += round.finish is None
             self.missed += round.finish is None and round.accepted < round.draft.depth
         return self
 
@@ -36,9 +38,9 @@ class Tally:
                 f"acceptance length {tau:.2f} after {self.rounds} rounds: {name} contributes nothing; was it trained "
                 "for this target? dloop doctor examines the pair"
             )
-        if not self.missed:
+        if self.judged >= ENOUGH_ROUNDS and not self.missed:
             return (
-                f"all drafts of {self.rounds} rounds were accepted, which is suspicious: does the text repeat itself, "
+                f"all drafts of {self.judged} rounds were accepted, which is suspicious: does the text repeat itself, "
                 f"or is {name} the target itself? dloop doctor examines the pair"
             )
         return None

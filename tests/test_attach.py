@@ -18,6 +18,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -26,7 +27,10 @@ from transformers import (
 )
 
 import dloop
+from dloop.dropin.adopt import changes
+from dloop.dropin.attached import check_kinds
 from dloop.dropin.walk import Keyed
+from dloop.errors import UserError
 from dloop.fast.target import FastTarget
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS
 from dloop.testing import CHAIN_KINDS, WINDOW_KINDS, good_drafter, taught_drafter, tiny_drafter, tiny_target
@@ -420,6 +424,7 @@ PLAIN = {  # by name: arguments, what the reason names
     "hidden-states": (lambda: {"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
     "cache": (lambda: {"cache_implementation": "static"}, "cache_implementation='static'"),
     "own-cache": (lambda: {"past_key_values": DynamicCache()}, "past_key_values is given"),
+    "fractions": (lambda: {"attention_mask": torch.tensor([[0.5, 1, 1, 1]])}, "other numbers than 0 and 1"),
     "hole": (lambda: {"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "attention_mask"),
     "positions": (lambda: {"position_ids": torch.tensor([[1, 2, 3, 4]])}, "position_ids"),
     "context": (lambda: {"inputs": torch.arange(1, 91).repeat(1, 3)[:, :250], "max_new_tokens": 9}, "context of 256"),
@@ -474,6 +479,125 @@ def test_training_mode_and_copies_are_decoded_plainly(target):
         finally:
             target.model.float()
         assert "float64 on cpu" in attached.last.reason
+
+
+def hooked(model):
+    return model.register_forward_hook(lambda _m, _i, out: out.logits.__setitem__((..., 7), 1e4)).remove
+
+
+def patched(model):
+    forward = model.forward
+
+    def other(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = -out.logits
+        return out
+
+    model.forward = other
+    return lambda: delattr(model, "forward")
+
+
+def prepared(model):
+    prepare = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: prepare(*args, **kwargs)
+    return lambda: delattr(model, "prepare_inputs_for_generation")
+
+
+def inherited(model):
+    kind = type(model)
+
+    def forward(self, *args, **kwargs):
+        out = kind.forward(self, *args, **kwargs)
+        out.logits = -out.logits
+        return out
+
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
+    return lambda: setattr(model, "__class__", kind)
+
+
+@pytest.mark.parametrize("change", [hooked, patched, prepared, inherited], ids=lambda f: f.__name__)
+def test_a_model_that_is_not_transformers_own_is_decoded_plainly(target, change):
+    undo = change(target.model)
+    try:
+        plain = ids_of(call(target.model, dict))
+        with dloop.attach(target.model, tiny_drafter(target)) as attached:
+            assert ids_of(call(target.model, dict)) == plain
+            assert attached.last.mode == "plain" and ("own" in attached.last.reason or "hooks" in attached.last.reason)
+    finally:
+        undo()
+
+
+def test_changes_after_attaching_are_seen(target):
+    with dloop.attach(target.model, tiny_drafter(target)) as attached:
+        undo = hooked(target.model)
+        try:
+            call(target.model, dict)
+        finally:
+            undo()
+        assert attached.last.reason == "the model has hooks on its forward"
+        target.model.config._attn_implementation, before = "flash_attention_2", target.model.config._attn_implementation
+        try:
+            assert "takes no mask" in next(changes(attached.pair.target, attached.original))
+        finally:
+            target.model.config._attn_implementation = before
+
+
+def test_an_attached_model_may_assist_another_and_exit_early():
+    main, other = tiny_target(num_layers=4), tiny_target(num_layers=4)
+    given = {"inputs": torch.tensor([PROMPT]), "pad_token_id": 0, "do_sample": False, "max_new_tokens": 10}
+    plain = main.model.generate(**given).tolist()
+    with dloop.attach(other.model, tiny_drafter(other)) as attached:
+        assert main.model.generate(**given, assistant_model=other.model).tolist() == plain
+        assert "drafts for another" in attached.last.reason
+    with dloop.attach(main.model, tiny_drafter(main)):
+        assert main.model.generate(**given, assistant_early_exit=2).tolist() == plain
+    assert main.model.config.num_hidden_layers == 4
+
+
+@pytest.mark.parametrize("lengths", [(20, 8), (8, 20), (2,), (4,), (5,)], ids=str)
+def test_the_shortest_length_holds_and_one_token_is_always_chosen(target, lengths):
+    def make():
+        return {"stopping_criteria": [MaxLengthCriteria(length) for length in lengths]}
+
+    plain = ids_of(call(target.model, make))
+    with dloop.attach(target.model, tiny_drafter(target), loop_gate=-2.0):
+        assert ids_of(call(target.model, make)) == plain
+
+
+def test_a_copy_is_detached_and_attached_by_itself(target):
+    with dloop.attach(target.model, tiny_drafter(target)) as attached:
+        twin = copy.deepcopy(target.model)
+        dloop.detach(twin)
+        call(target.model, dict)
+        assert attached.last.mode == "dloop"
+        second = copy.deepcopy(target.model)
+        with dloop.attach(second, tiny_drafter(target)) as own:
+            call(second, dict)
+            assert own.last.mode == "dloop"
+
+
+def test_a_call_within_a_call_keeps_its_report_apart(target):
+    inner = []
+
+    def criterion(ids, scores, **_):
+        if not inner:
+            inner.append(call(target.model, lambda: {"num_beams": 2, "stopping_criteria": []}))
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    with dloop.attach(target.model, tiny_drafter(target)) as attached:
+        call(target.model, lambda: {"stopping_criteria": [criterion]})
+        assert inner and attached.last.mode == "dloop" and len(attached.last.rounds[0]) > 1
+
+
+def test_what_is_no_model_and_no_drafter_is_refused_by_name(target):
+    for model, drafter, line in (
+        ("smollm2", "demo", "model='smollm2' must be"),
+        (target, None, "drafter=None must be"),
+    ):
+        with pytest.raises(UserError, match=line):
+            check_kinds(model, drafter)
+    with pytest.raises(UserError, match="does not generate"):
+        dloop.attach(target.model.base_model, tiny_drafter(target))
 
 
 def test_calls_in_several_threads_do_not_meet(target):

@@ -1,8 +1,10 @@
 """A transformers model that is loaded already, as a target."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from dloop.detect import check_target
@@ -11,19 +13,25 @@ from dloop.load import DTYPES
 from dloop.targets.adapters import adapter_of
 from dloop.targets.hf import HFTarget
 
+ATTENTION = ("sdpa", "eager")  # implementations that take a mask for branches
+OWN = ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")  # what plain decoding calls
+
 
 def adopt(model: PreTrainedModel) -> HFTarget:
     """The model as a target on the twin's engine, which runs the model's own forward and changes nothing.
 
     Raises UserError for a model that cannot be decoded exactly here.
     """
-    raw = cast(dict[str, object], model.config.to_dict())
     name = model.name_or_path or type(model).__name__
+    if not model.can_generate() or model.get_output_embeddings() is None:
+        raise UserError(
+            f"{name} is a {type(model).__name__}, which does not generate; load it as a causal language model"
+        )
+    raw = cast(dict[str, object], model.config.to_dict())
     check_target(raw, name)
     if model.dtype not in DTYPES.values():
         raise UserError(f"{name} is in {model.dtype}; load it with dtype {' or '.join(DTYPES)}")
-    attention = str(getattr(model.config, "_attn_implementation", None))
-    if attention not in ("sdpa", "eager"):
+    if (attention := attention_of(model)) not in ATTENTION:
         raise UserError(
             f"{name} attends with {attention}, which takes no mask for branches; load it with "
             "attn_implementation='sdpa' or 'eager'"
@@ -33,3 +41,22 @@ def adopt(model: PreTrainedModel) -> HFTarget:
     if target.config.get_text_config() is not target.config:
         raise UserError(f"{name} reads more than text; load its text model, with dloop.load_target")
     return target
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """The name of the model's attention implementation."""
+    return str(getattr(model.config, "_attn_implementation", None))
+
+
+def changes(target: HFTarget, kind: type[PreTrainedModel]) -> Iterator[str]:
+    """What of an attached model, of this class, is no longer what verification runs: layers and head as published."""
+    model = target.model
+    for name in OWN:
+        if name in vars(model) or not getattr(kind, name).__module__.startswith("transformers."):
+            yield f"the model's {name} is not transformers' own"
+    if vars(model)["_forward_hooks"] or vars(model)["_forward_pre_hooks"]:
+        yield "the model has hooks on its forward"
+    if attention_of(model) not in ATTENTION:
+        yield f"the model attends with {attention_of(model)}, which takes no mask for branches"
+    if len(cast(nn.ModuleList, target.backbone.layers)) != target.config.num_hidden_layers:
+        yield f"the model runs {target.config.num_hidden_layers} of its layers"

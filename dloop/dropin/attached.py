@@ -5,9 +5,10 @@ loop for greedy search and sampling, `_sample`, is replaced, in a class of the m
 it does: such calls, and other ways of decoding, say so in their `Report`.
 """
 
+import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -18,7 +19,7 @@ from transformers.utils.generic import ModelOutput
 
 from dloop.api import check_request, gate_of
 from dloop.drafters.host import HostDrafter
-from dloop.dropin.adopt import adopt
+from dloop.dropin.adopt import adopt, changes
 from dloop.dropin.call import CACHES, Call, reasons
 from dloop.dropin.run import Pair, Report, run
 from dloop.dropin.walk import Streamer
@@ -30,6 +31,7 @@ from dloop.tally import Tally
 from dloop.targets.hf import HFTarget
 
 log = logging.getLogger("dloop")
+GENERATE = cast(Callable[..., object], vars(GenerationMixin)["generate"])
 
 
 class Current(threading.local):
@@ -43,6 +45,7 @@ class Attachment:
     """A model that decodes with a drafter. `detach`, or the end of a `with` block, undoes it."""
 
     pair: Pair
+    original: type[PreTrainedModel]  # the model's class
     last: Report | None = None  # of the call of `generate` that ended last, in whatever thread
     current: Current = field(default_factory=Current)
     told: set[str] = field(default_factory=set[str])  # lines that were logged
@@ -60,9 +63,8 @@ class Attachment:
 
     def detach(self) -> None:
         """Let the model decode as before; no effect where it does already."""
-        kind = type(self.model)
-        if issubclass(kind, Attached) and kind.attachment is self:
-            self.model.__class__ = kind.original
+        if attachment_of(self.model) is self:
+            self.model.__class__ = self.original
 
     def fall_back(self, reason: str) -> None:
         """Note that a call is decoded plainly; each reason is logged once."""
@@ -96,28 +98,40 @@ class Attachment:
         weight = next(self.pair.drafter.model.parameters())
         if (weight.dtype, weight.device) != (self.model.dtype, self.model.device):
             yield f"the model has become {self.model.dtype} on {self.model.device}; attach a drafter loaded for it"
+        yield from changes(self.pair.target, self.original)
         yield from reasons(call, self.pair.target.context)
+
+
+def attachment_of(model: object) -> Attachment | None:
+    """What is attached to a model, or was to the one it is a copy of; None: nothing."""
+    return getattr(type(model), "attachment", None)
 
 
 class Attached(GenerationMixin):
     """What stands before the original class of an attached model."""
 
     attachment: Attachment
-    original: type[PreTrainedModel]
 
+    @functools.wraps(GENERATE)
     def generate(self, *args: object, **kwargs: object) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As before; a result that is a dictionary has a `Report` as its attribute `dloop`."""
-        attachment = type(self).attachment
-        attachment.current.report = None
-        given = next((name for name in CACHES if kwargs.get(name) is not None), None)
-        if given is not None:
-            attachment.fall_back(f"{given} is given, and the drafter does not know what it holds")
-        result = cast(object, super().generate(*args, **kwargs))  # pyright: ignore
-        if attachment.current.report is None:
-            attachment.fall_back("the call asks for another way of decoding than greedy search or sampling")
-        attachment.last = attachment.current.report
+        attachment = attachment_of(self)
+        if attachment is None:  # detached by another thread in this very moment
+            return cast(PreTrainedModel, self).generate(*args, **kwargs)  # pyright: ignore
+        current, outer = attachment.current, attachment.current.report
+        current.report = None
+        try:
+            given = next((name for name in CACHES if kwargs.get(name) is not None), None)
+            if given is not None:
+                attachment.fall_back(f"{given} is given, and the drafter does not know what it holds")
+            result = cast(object, attachment.original.generate(self, *args, **kwargs))  # pyright: ignore
+            if current.report is None:
+                attachment.fall_back("the call asks for another way of decoding than greedy search or sampling")
+            attachment.last = report = current.report
+        finally:
+            current.report = outer  # of a call in whose midst this one was made
         if isinstance(result, ModelOutput):
-            object.__setattr__(result, "dloop", attachment.last)
+            object.__setattr__(result, "dloop", report)
         return result
 
     def _sample(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -130,7 +144,10 @@ class Attached(GenerationMixin):
         streamer: Streamer | None = None,
         **model_kwargs: object,
     ) -> GenerateDecoderOnlyOutput | Tensor:
-        attachment = type(self).attachment
+        given = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+        attachment = attachment_of(self)
+        if attachment is None:
+            return cast(PreTrainedModel, self)._sample(*given, **model_kwargs)  # pyright: ignore
         call = Call(
             ids=input_ids,
             processors=logits_processor,
@@ -145,8 +162,7 @@ class Attached(GenerationMixin):
             attachment.fall_back(reason)
         if current.report is None:
             return attachment.decode(call)
-        given = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
-        return super()._sample(*given, **model_kwargs)  # pyright: ignore
+        return attachment.original._sample(self, *given, **model_kwargs)  # pyright: ignore
 
 
 def attach(
@@ -170,7 +186,7 @@ def attach(
     once, and told in the report.
 
     Args:
-        model: loaded with transformers, whose own forward then verifies; or a target of `load_target`, on its engine.
+        model: loaded with transformers, whose own layers and head then verify; or a target of `load_target`.
         drafter: from `load_drafter`, or a name for it.
         loop_gate and the others: how drafts are made, as in `generate`; what else decides a text comes with each call.
 
@@ -178,20 +194,36 @@ def attach(
     has it as `dloop`. Raises UserError for a model or drafter that does not fit, or that is attached already.
     """
     settings = Settings(**{k: v for k, v in locals().items() if k not in ("model", "drafter")})
+    check_kinds(model, drafter)
     target = model if isinstance(model, HFTarget) else adopt(model)
-    if isinstance(target.model, Attached):
+    found = attachment_of(target.model)
+    if found is not None and found.model is target.model:
         raise UserError(f"{target.name} has a drafter attached already; detach it first")
+    if found is not None:  # a copy of an attached model
+        target.model.__class__ = found.original
     loaded = load_drafter(drafter, target) if isinstance(drafter, str) else drafter
-    attachment = Attachment(checked(target, loaded, settings))
     original = type(target.model)
-    own = {"attachment": attachment, "original": original, "__module__": original.__module__}
+    attachment = Attachment(checked(target, loaded, settings), original)
+    own = {"attachment": attachment, "__module__": original.__module__}
     target.model.__class__ = type(original.__name__, (Attached, original), own)
     return attachment
+
+
+def check_kinds(model: object, drafter: object) -> None:
+    """Raises UserError for what is no model or no drafter at all."""
+    if not isinstance(model, HFTarget | PreTrainedModel):
+        raise UserError(f"model={model!r:.60} must be a model that transformers loaded, or a target of load_target")
+    if not isinstance(drafter, HostDrafter | str):
+        raise UserError(f"drafter={drafter!r:.60} must be a drafter of load_drafter, or a name for it")
 
 
 def checked(target: HFTarget, drafter: HostDrafter, settings: Settings) -> Pair:
     """Who will decode. Raises UserError, now and not in the middle of a call, for what does not go together."""
     check_request(target, drafter, settings)
+    if (own := next(drafter.model.parameters()).dtype) != target.dtype:
+        raise UserError(
+            f"{drafter.name} is in {own}, {target.name} in {target.dtype}; load the drafter for this target"
+        )
     gate_of(settings)
     limits_of(settings, target, drafter)
     shape = shaped(drafter, settings)
@@ -201,7 +233,9 @@ def checked(target: HFTarget, drafter: HostDrafter, settings: Settings) -> Pair:
 
 def detach(model: PreTrainedModel) -> None:
     """Undo `attach`. Raises UserError for a model that has nothing attached."""
-    kind = type(model)
-    if not issubclass(kind, Attached):
-        raise UserError(f"{model.name_or_path or kind.__name__} has no drafter attached; there is nothing to undo")
-    kind.attachment.detach()
+    found = attachment_of(model)
+    if found is None:
+        raise UserError(
+            f"{model.name_or_path or type(model).__name__} has no drafter attached; there is nothing to undo"
+        )
+    model.__class__ = found.original  # of a copy too

@@ -62,9 +62,14 @@ class Call:
         return torch.ones_like(self.ids) if mask is None else cast(Tensor, mask).to(self.ids)
 
     @property
+    def lengths(self) -> list[int]:
+        """What the criteria allow of prompt and new tokens, padding counted."""
+        return [cast(int, vars(c)["max_length"]) for c in self.criteria if is_of(c, MaxLengthCriteria)]
+
+    @property
     def max_length(self) -> int:
-        """Of prompt and new tokens, padding counted."""
-        return cast(int, self.criteria.max_length)
+        """The shortest of them; one token is chosen before any criterion is asked."""
+        return max(min(self.lengths), self.ids.shape[1] + 1)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -91,13 +96,15 @@ def is_of(thing: object, kind: type) -> bool:
 
 def reasons(call: Call, context: int) -> Iterator[str]:
     """Why transformers' own loop must decode this call, each in words that name the argument."""
+    if getattr(call.config, "is_assistant", False):
+        yield "the model drafts for another one, which needs its cache"
     if call.is_synced:
         yield "synced_gpus: other processes wait at every token"
     yield from (f"{name} is asked for" for name in OUTPUTS if call.asks_for(name))
     for name in MEMORY:
         if getattr(call.config, name, None) is not None:
             yield f"{name}={getattr(call.config, name)!r} is asked for"
-    if call.criteria.max_length is None:
+    if not call.lengths:
         yield "there is no maximal length"
     else:
         yield from reasons_of_inputs(call, context)
@@ -109,7 +116,14 @@ def reasons_of_inputs(call: Call, context: int) -> Iterator[str]:
     """What the prompts are beside tokens that are counted from 0 and may be padded on the left."""
     given = {name for name, value in call.inputs.items() if not (value is None or value == {})}
     yield from (f"{name} is an input of its own" for name in sorted(given - USUAL))
-    real, positions = call.real, call.inputs.get("position_ids")
+    mask, positions = call.inputs.get("attention_mask"), call.inputs.get("position_ids")
+    for name, value in (("attention_mask", mask), ("position_ids", positions)):
+        if value is not None and cast(Tensor, value).shape[-1] != call.ids.shape[1]:
+            yield f"{name} is not one number a token"
+            return
+    if mask is not None and bool(((cast(Tensor, mask) != 0) & (cast(Tensor, mask) != 1)).any()):
+        yield "attention_mask holds other numbers than 0 and 1"
+    real = call.real
     if not bool((real.diff(dim=-1) >= 0).all() and real[:, -1:].all()):
         yield "attention_mask hides more than padding on the left"
     if positions is not None and bool(((cast(Tensor, positions) - (real.cumsum(-1) - 1)) * real).any()):
