@@ -384,6 +384,57 @@ def test_whole_samples_are_read_from_what_was_cut_off(measured):
     assert ends == sorted(ends) and read_samples(data).good_bytes == len(data)
 
 
+# settings in turns
+
+
+def test_settings_beside_one_another_are_what_they_are_alone(tiny, measured, tmp_path, monkeypatch, capsys):
+    decoded = []
+    once = run.decode_sample
+    monkeypatch.setattr(
+        run,
+        "decode_sample",
+        lambda decoder, sample: decoded.append((sample.index, decoder.drafter is None)) or once(decoder, sample),
+    )
+    words = tiny.words(tmp_path, "--loop-gate", "-2", "--beside", "baseline", "loop-gate=1 verify=match")
+    assert entry(words) == 0
+    assert decoded == [(index, baseline) for index in chosen(5, 5) for baseline in (False, True, False)]
+    out = capsys.readouterr().out
+    assert out.count("speed-up") == 3 and "no speed-up" not in out
+    summaries = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.rglob("summary.json")}
+    for path in measured.rglob("summary.json"):
+        assert without_times(summaries[path.parent.name]) == without_times(json.loads(path.read_text()))
+    (host,) = [s for s in summaries.values() if "verify=match" in s["setting_name"]]
+    assert host["stages"] == host["rounds"] > 0 and host["speedup"] is not None
+    assert entry(words) == 0 and len(decoded) == 15
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ([""], "--beside '' changes nothing; name a flag"),
+        (["loop-gate=-2"], "--beside 'loop-gate=-2' is a setting that is measured already"),
+        (["baseline", "baseline"], "--beside 'baseline' is a setting that is measured already"),
+        (
+            ["baseline loop-gate=1", "dtype=bfloat16"],
+            "--beside 'dtype=bfloat16' changes dtype, which all settings share",
+        ),
+        (["max-samples=3"], "--beside 'max-samples=3' changes max-samples, which all settings share"),
+        (["looped-gate=1"], "--looped-gate is not a flag of dloop bench --beside; did you mean --loop-gate"),
+        (["loop-gate=x"], "--loop-gate: got 'x', expected NUMBER"),
+        (["draft-model='"], """--beside "draft-model='" cannot be read (No closing quotation)"""),
+    ],
+)
+def test_what_cannot_stand_beside_is_refused(tiny, tmp_path, capsys, beside, message):
+    assert entry(tiny.words(tmp_path, "--loop-gate", "-2", "--beside", *beside)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_plain_decoding_may_have_a_drafter_beside_it(tiny, tmp_path):
+    beside = ["--beside", f"draft-model={tiny.drafter} max-stages=3"]
+    assert entry([*tiny.plain_words(tmp_path), "--baseline", "--max-samples", "1", *beside]) == 0
+    assert summary_in(tmp_path)["stages"] > 0
+
+
 # sampling, ranks, the command
 
 

@@ -55,7 +55,7 @@ OPTIONS = {
     "--loop-gate "
     "--gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
     "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
-    "--draft-rope-theta --mtp-k --dataset --data-dir --max-samples --chat --no-chat --json --no-json --debug "
+    "--draft-rope-theta --mtp-k --dataset --data-dir --max-samples --beside --chat --no-chat --json --no-json --debug "
     "--no-debug --output-dir "
     "--overwrite --no-overwrite",
     "report": "--results --name --compare --json --no-json --debug --no-debug --gain --markdown --plot",

@@ -16,7 +16,7 @@ from dloop.bench.ranks import Ranks, joined
 from dloop.bench.speedup import baseline_folder, device_name, find_baseline, speedup
 from dloop.bench.store import Store, slug
 from dloop.bench.table import show
-from dloop.bench.tasks import DataSet, Sample, load
+from dloop.bench.tasks import DataSet, load
 from dloop.chat import Tokenizer, load_tokenizer
 from dloop.cli.answer import hush, setting_of
 from dloop.cli.bench import Command, as_generate, setting_name
@@ -25,6 +25,7 @@ from dloop.errors import UserError
 from dloop.load import load_drafter, load_target
 from dloop.records import SCHEMA, Json, dumps, hardware, plain, versions
 from dloop.settings import Settings
+from dloop.targets.hf import HFTarget
 
 IDENTITY = (
     "target",
@@ -50,35 +51,43 @@ class Run:
     about: dict[str, Json]  # what the summaries of all sets share; empty on ranks that write none
 
 
-def bench(command: Command, names: Sequence[str], drafter_name: str | None) -> int:
-    """Measure these sets; 1 if any response failed."""
+def bench(commands: Sequence[Command], names: Sequence[str], drafters: Sequence[str | None]) -> int:
+    """Measure these sets with each command's setting, in turns; 1 if any response failed."""
     hush()
+    command = commands[0]
     sets = [load(name, command.data_dir, command.max_samples) for name in names]
     with joined() as ranks:
-        decoder = load_decoder(command, drafter_name, ranks)
-        warm_up(decoder, sets[0].samples[0])
-        run = Run(command, ranks, decoder, about(command, decoder) if ranks.leads else {})
-        summaries = [measure_set(run, data) for data in sets]
+        target, tokenizer = load_both(command, ranks)
+        runs: list[Run] = []
+        for each, name in zip(commands, drafters, strict=True):
+            decoder = decoder_of(each, name, target, tokenizer)
+            warm_up(decoder, sets[0].samples[0])
+            runs.append(Run(each, ranks, decoder, about(each, decoder) if ranks.leads else {}))
+        summaries = [summary for data in sets for summary in measure_set(runs, data)]
     if not ranks.leads:
         return 0
-    found = [summary for summary in summaries if summary is not None]
     if command.json:
-        print(dumps({"schema": SCHEMA, "results": found}))
+        print(dumps({"schema": SCHEMA, "results": summaries}))
     else:
-        show(found)
-    return 1 if any(summary["failures"] for summary in found) else 0
+        show(summaries)
+    return 1 if any(summary["failures"] for summary in summaries) else 0
 
 
-def load_decoder(command: Command, drafter_name: str | None, ranks: Ranks) -> Decoder:
-    """The models of this rank, with their tokenizer. The baseline loads no drafter."""
+def load_both(command: Command, ranks: Ranks) -> tuple[HFTarget, Tokenizer]:
+    """The target of this rank, and its tokenizer."""
     device = ranks.device(command.device)
     target = load_target(command.model, command.dtype, device, command.revision, command.engine)
     tokenizer = load_tokenizer(target.folder, target.name)
     if tokenizer is None:
         raise UserError(f"{command.model} has no tokenizer beside its weights; the benchmarks' prompts are texts")
+    return target, tokenizer
+
+
+def decoder_of(command: Command, name: str | None, target: HFTarget, tokenizer: Tokenizer) -> Decoder:
+    """One setting's drafter and arguments. The baseline loads no drafter."""
     drafter = None
-    if drafter_name is not None:
-        drafter = load_drafter(drafter_name, target, command.draft_revision, command.gap_rows, command.draft_rope_theta)
+    if name is not None:
+        drafter = load_drafter(name, target, command.draft_revision, command.gap_rows, command.draft_rope_theta)
     settings = Settings(**{field.name: getattr(command, field.name) for field in dataclasses.fields(Settings)})
     chat = tokenizer.has_template if command.chat == "auto" else command.chat
     return Decoder(target=target, tokenizer=tokenizer, drafter=drafter, settings=settings, chat=chat)
@@ -111,25 +120,38 @@ def about(command: Command, decoder: Decoder) -> dict[str, Json]:
     return {name: plain(value) for name, value in facts.items()}
 
 
-def measure_set(run: Run, data: DataSet) -> dict[str, Json] | None:
-    """Decode what is not on record yet; the leading rank gathers all and writes the summary."""
-    store, ranks = Store(folder_of(run, data.name)), run.ranks
-    known: dict[str, Json] = {**run.about, "dataset": data.name, "data_sha256": data.sha256}
-    order = [sample.index for sample in data.samples]
-    if ranks.leads:
-        store.prepare({key: known[key] for key in IDENTITY}, order, overwrite=run.command.overwrite)
+def measure_set(runs: Sequence[Run], data: DataSet) -> list[dict[str, Json]]:
+    """Decode what is not on record yet, setting after setting for each sample; the leading rank gathers all and writes
+    the summaries, which other ranks do not have.
+    """
+    ranks, order = runs[0].ranks, [sample.index for sample in data.samples]
+    measured = [(run, Store(folder_of(run, data.name))) for run in runs]
+    for run, store in measured:
+        if ranks.leads:
+            known = known_of(run, data)
+            store.prepare({key: known[key] for key in IDENTITY}, order, overwrite=run.command.overwrite)
     ranks.wait()
-    done = store.recorded()
-    decode_all(run, data, [s for s in data.samples[ranks.rank :: ranks.world] if s.index not in done], store)
+    decode_all(measured, data)
     ranks.wait()
     if not ranks.leads:
-        return None
-    recorded = store.recorded()
+        return []
+    measured.sort(key=lambda pair: pair[0].decoder.drafter is not None)  # others are measured against the baseline
+    return [summed_up(run, data, store) for run, store in measured]
+
+
+def known_of(run: Run, data: DataSet) -> dict[str, Json]:
+    """Everything known of a set before its first token."""
+    return {**run.about, "dataset": data.name, "data_sha256": data.sha256}
+
+
+def summed_up(run: Run, data: DataSet, store: Store) -> dict[str, Json]:
+    """The summary of a set that all ranks are done with."""
+    order, recorded = [sample.index for sample in data.samples], store.recorded()
     if missing := [index for index in order if index not in recorded]:
         raise RuntimeError(f"{len(missing)} samples are not on record; do all ranks see the same --output-dir?")
     responses = [response for index in order for response in recorded[index]]
-    measured = {"subset": subset_of(data), "samples": order, "ranks": ranks.world, **figures(responses)}
-    summary = known | {name: plain(value) for name, value in measured.items()}
+    found = {"subset": subset_of(data), "samples": order, "ranks": run.ranks.world, **figures(responses)}
+    summary = known_of(run, data) | {name: plain(value) for name, value in found.items()}
     summary |= speedup_of(run, summary)
     store.finish(responses, summary)
     return summary
@@ -145,17 +167,26 @@ def subset_of(data: DataSet) -> dict[str, Json]:
     }
 
 
-def decode_all(run: Run, data: DataSet, samples: Sequence[Sample], store: Store) -> None:
+def decode_all(measured: Sequence[tuple[Run, Store]], data: DataSet) -> None:
     """This rank's share, each sample on record as soon as it is done."""
-    leads, total = run.ranks.leads, len(data.samples[run.ranks.rank :: run.ranks.world])
-    if leads and len(samples) < total:
-        print(f"dloop bench: {data.name}: {total - len(samples)} of {total} samples are on record", file=sys.stderr)
+    ranks = measured[0][0].ranks
+    share = data.samples[ranks.rank :: ranks.world]
+    done = [store.recorded() for _, store in measured]
+    todo = [
+        (sample, *pair)
+        for sample in share
+        for pair, found in zip(measured, done, strict=True)
+        if sample.index not in found
+    ]
+    total = len(share) * len(measured)
+    if ranks.leads and len(todo) < total:
+        print(f"dloop bench: {data.name}: {total - len(todo)} of {total} samples are on record", file=sys.stderr)
     with bar(total) as progress:
         task = progress.task_ids[0]
-        progress.update(task, description=data.name, completed=total - len(samples), visible=leads)
-        for sample in samples:
+        progress.update(task, description=data.name, completed=total - len(todo), visible=ranks.leads)
+        for sample, run, store in todo:
             responses = decode_sample(run.decoder, sample)
-            store.append(run.ranks.rank, responses)
+            store.append(ranks.rank, responses)
             progress.advance(task)
             for failed in (r.header for r in responses if r.header["error"] is not None):
                 where = f"{data.name}, sample {failed['sample']}, turn {failed['turn']}"

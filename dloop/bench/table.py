@@ -1,4 +1,4 @@
-"""The figures of some sets as a table, with the reasons for what is missing."""
+"""The figures of some sets as tables, with the reasons for what is missing."""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -14,20 +14,33 @@ COLUMNS = ("set", "n", "tau", "95 %", "tok/s", "speed-up", "repeats", "stages", 
 
 
 def show(summaries: Sequence[Summary], console: Console | None = None) -> None:
-    """Print the table, and below it what the columns mean and what is missing."""
+    """Print a table for each setting, and below them what the columns mean and what is missing."""
     console = console or Console(highlight=False)
-    first = summaries[0]
-    pair = " + ".join(str(name) for name in (first["target"], first["draft"]) if name)
-    hardware = cast(Summary, first["hardware"])
-    console.print(f"{pair}, {first['setting_name']}, {first['dtype']} on {hardware['gpu'] or hardware['cpu']}")
+    settings: dict[tuple[Json, Json], list[Summary]] = {}
+    for summary in summaries:
+        settings.setdefault((summary["draft"], summary["setting_name"]), []).append(summary)
+    for alike in settings.values():
+        console.print(title(alike[0]))
+        console.print(table_of(alike))
+    for line in notes(summaries):
+        console.print(line, style="dim")
+
+
+def title(summary: Summary) -> str:
+    """What was measured, and on what."""
+    pair = " + ".join(str(name) for name in (summary["target"], summary["draft"]) if name)
+    hardware = cast(Summary, summary["hardware"])
+    return f"{pair}, {summary['setting_name']}, {summary['dtype']} on {hardware['gpu'] or hardware['cpu']}"
+
+
+def table_of(summaries: Sequence[Summary]) -> Table:
+    """A row a set."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False, header_style="bold")
     for index, name in enumerate(COLUMNS):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for summary in summaries:
         table.add_row(*cells(summary))
-    console.print(table)
-    for line in notes(summaries):
-        console.print(line, style="dim")
+    return table
 
 
 def cells(summary: Summary) -> list[str]:

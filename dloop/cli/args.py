@@ -49,13 +49,18 @@ class Common:
 
 def parse(command: type[T], prog: str, words: Sequence[str]) -> T:
     """Turn a command line into its dataclass. Raises UserError in one line; `--help` prints and exits."""
+    return command(**given(command, prog, words))
+
+
+def given(command: type[object], prog: str, words: Sequence[str]) -> dict[str, object]:
+    """The fields that a command line names, and their values."""
     parser, spelled = build(command, prog), normalise(words)
     for match in filter(None, map(FLAG.match, spelled)):
         if match[0] not in (*parser.flags, "--help"):
             near = difflib.get_close_matches(match[0], parser.flags, n=3, cutoff=0.7)
             hint = f"did you mean {' or '.join(near)}?" if near else f"see {prog} --help"
             raise UserError(f"{match[0]} is not a flag of {prog}; {hint}")
-    return command(**vars(parser.parse_args(spelled)))
+    return vars(parser.parse_args(spelled))
 
 
 def normalise(words: Sequence[str]) -> list[str]:

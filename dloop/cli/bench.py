@@ -1,16 +1,20 @@
 """`dloop bench`: its flags, without torch. The work is in `dloop.bench.run`."""
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
 from dloop.bench.tasks import TASKS, names_of
 from dloop.cli import generate
-from dloop.cli.args import option, required
-from dloop.cli.generate import SAMPLING, Decoding, drafter_name
+from dloop.cli.args import given, option, required
+from dloop.cli.generate import LOOP_ONLY, SAMPLING, Decoding, drafter_name
+from dloop.errors import UserError
 
 DATA = "data"
+FIXED = {"model", "revision", "dtype", "device", "engine", "json", "debug"}  # of all settings of a run
+MAY_DIFFER = {field.name for field in dataclasses.fields(Decoding)} - FIXED
 NO_SETTING = {"model", "draft_model", "baseline", "device", "revision", "json", "debug"}
 
 
@@ -29,6 +33,12 @@ class Command(Decoding):
         None, 'a folder of NAME.jsonl with lines {"turns": ["..."]}, in place of a download', group=DATA
     )
     max_samples: int | None = option(None, "samples of each set; default: as many as in the paper", group=DATA)
+    beside: list[str] = option(
+        [],
+        "settings measured too, in turn with this one, sample by sample, so that a machine that warms up or is shared "
+        'slows all alike; each in quotes: flags without their dashes, e.g. baseline "loop-gate=1 max-stages=2"',
+        group=DATA,
+    )
     chat: bool | Literal["auto"] = option(
         "auto", "put prompts into the target's chat template, thinking off; auto: if it has one", group=DATA
     )
@@ -39,10 +49,46 @@ class Command(Decoding):
 
 
 def run(command: Command) -> int | None:
-    names, drafter = names_of(command.dataset, command.data_dir), drafter_name(command, "dloop bench")
+    names, commands = names_of(command.dataset, command.data_dir), [command, *others(command)]
+    drafters = [drafter_name(each, "dloop bench") for each in commands]
     from dloop.bench.run import bench  # torch and transformers only from here on
 
-    return bench(command, names, drafter)
+    return bench(commands, names, drafters)
+
+
+def others(command: Command) -> list[Command]:
+    """The settings beside a command: each is the command with some flags changed."""
+    found = [changed(command, words) for words in command.beside]
+    names = [(each.baseline, each.draft_model, setting_name(each)) for each in (command, *found)]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise UserError(
+                f"--beside {command.beside[index - 1]!r} is a setting that is measured already; leave it out"
+            )
+    return found
+
+
+def changed(command: Command, words: str) -> Command:
+    """A command with the flags of one --beside changed."""
+    needed = [f"--model={command.model}", f"--dataset={command.dataset}"]
+    try:
+        flags = [f"--{word}" for word in shlex.split(words)]
+    except ValueError as error:
+        raise UserError(f"--beside {words!r} cannot be read ({error}); write NAME=VALUE, spaces between") from error
+    new = given(Command, "dloop bench --beside", [*needed, *flags])
+    del new["model"], new["dataset"]
+    if not new:
+        raise UserError(f"--beside {words!r} changes nothing; name a flag, such as baseline or loop-gate=1")
+    if fixed := [name for name in new if name not in MAY_DIFFER]:
+        raise UserError(
+            f"--beside {words!r} changes {fixed[0].replace('_', '-')}, which all settings share; leave it out"
+        )
+    defaults = {field.name: field.default for field in dataclasses.fields(Command)}
+    if new.get("baseline"):
+        new |= {name: defaults[name] for name in LOOP_ONLY}
+    elif set(LOOP_ONLY) & new.keys():
+        new["baseline"] = False
+    return dataclasses.replace(command, **new)
 
 
 def as_generate(command: Command) -> generate.Command:

@@ -60,7 +60,7 @@ class FastChainMemory(Runner):
             ops.add_norm(states, parts, self.chain_stack.state_gain, self.chain_stack.eps)
             self._keep(batch, self._rows(ops, batch, states)[0])
 
-        self.run("read", runs, partial(pack_steps, rows, 0), forward)
+        self.graphs("read", self.forward(runs, partial(pack_steps, rows, 0), forward))
 
     def go_on(self, rows: BlockRows, runs: list[Run]) -> None:
         """One row of each slot, from the state it kept."""
@@ -68,7 +68,7 @@ class FastChainMemory(Runner):
         def forward(ops: Ops, batch: RowBatch) -> None:
             self._keep(batch, self._rows(ops, batch, self.states[self._kept(batch)])[0])
 
-        self.run("go on", runs, partial(pack_steps, rows, 0), forward)
+        self.graphs("go on", self.forward(runs, partial(pack_steps, rows, 0), forward))
 
     def chain(self, rows: BlockRows, runs: list[Run], depth: int, law: Sampling | None) -> Drafted:
         """A stage of `depth` tokens of each slot, from the state it kept of the row that read the anchor.
@@ -91,7 +91,7 @@ class FastChainMemory(Runner):
             probs = [row.probs for row in found if row.probs is not None]
             return Drafted(torch.stack([row.packed for row in found], -1), torch.stack(probs, 1) if probs else None)
 
-        return self.run(f"chain {depth} {law}", runs, partial(pack_steps, rows, depth - 1), forward)
+        return self.graphs(f"chain {depth} {law}", self.forward(runs, partial(pack_steps, rows, depth - 1), forward))
 
     def trees(self, rows: BlockRows, runs: list[Run], depth: int, nodes: int) -> Float64[Tensor, "G n"]:
         """A dynamic tree of `depth` levels and `nodes` nodes for each run, from the state its slot kept.
@@ -121,7 +121,8 @@ class FastChainMemory(Runner):
             return packed
 
         pack = partial(pack_steps, rows, depth)
-        return self.run(f"tree {depth} {width} {nodes}", runs, pack, forward, depth=max(1, depth - 1))
+        name = f"tree {depth} {width} {nodes}"
+        return self.graphs(name, self.forward(runs, pack, forward, depth=max(1, depth - 1)))
 
     def _keep_path(
         self, slots: Int[Tensor, " G"], first: Int[Tensor, " G"], places: Int[Tensor, "G d"], width: int

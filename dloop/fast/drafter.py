@@ -1,6 +1,6 @@
 """Block drafters on the fast path: a whole stage, heads included, in one forward over flat rows of many sequences."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
@@ -72,6 +72,21 @@ class Manner(NamedTuple):
     tree: bool  # read from the final states afterwards
 
 
+class Block:
+    """Rows of a drafter's forward on the host, run by run."""
+
+    def __init__(self) -> None:
+        self.rows = BlockRows([], [], [])
+        self.runs: list[Run] = []
+
+    def add(self, run: Run, token: Iterable[int], position: Iterable[int], state: Iterable[int]) -> None:
+        """One run more."""
+        self.runs.append(run)
+        self.rows.token.extend(token)
+        self.rows.position.extend(position)
+        self.rows.state.extend(state)
+
+
 class Staged(NamedTuple):
     """What a stage's forward leaves: final states, and all sequences' packed proposals (None: read later)."""
 
@@ -124,19 +139,20 @@ class FastBlockMemory(Runner):
             gain = self.drafter.model.hidden_norm.weight
             self._project(ops, ops.add_norm(blank_rows, fc, gain, self.drafter.stack.eps), batch)
 
-        self.run("extend", [run], partial(pack_block, rows), forward, kernels=graphed)
+        whole = self.forward([run], partial(pack_block, rows), forward, kernels=graphed)
+        if graphed:
+            self.graphs("extend", whole)
+        else:
+            whole.now(self.graphs.device)
 
-    def fill_gaps(self, rows: BlockRows, runs: list[Run]) -> None:
-        """Store kept final states as context of positions nobody has verified yet."""
-
-        def forward(ops: Ops, batch: RowBatch) -> None:
-            self._project(ops, self._states[self._kept(batch)], batch)
-
-        self.run("gap", runs, partial(pack_block, rows), forward)
-
-    def stage(self, rows: BlockRows, runs: list[Run], manner: Manner) -> Staged:
-        """Draft one stage for each run; keep its final states."""
+    def stage(self, gaps: Block, stages: Block, manner: Manner) -> Staged:
+        """Store kept final states as context of positions nobody has verified yet, then draft one stage for each run
+        and keep its own.
+        """
         drafter, size = self.drafter, self.drafter.config.block_size
+
+        def fill(ops: Ops, batch: RowBatch) -> None:
+            self._project(ops, self._states[self._kept(batch)], batch)
 
         def forward(ops: Ops, batch: RowBatch) -> Staged:
             embedded = F.embedding(batch.token, drafter.vocabulary.embedding)
@@ -145,19 +161,22 @@ class FastBlockMemory(Runner):
             if manner.tree:
                 return Staged(hidden, None)
             if manner.law is not None:
-                return self._drawn(hidden, batch, manner.law, len(runs))
+                return self._drawn(hidden, batch, manner.law, len(stages.runs))
             anchors = batch.token[: len(hidden) // size * size : size].long()
             return Staged(hidden, ops.propose(hidden, anchors, drafter.model, drafter.vocabulary))
 
-        name = f"{manner} {len(runs)}" if manner.law else f"{manner}"  # rows that fill a bucket up are not drawn for
-        return self.run(name, runs, partial(pack_block, rows), forward)
+        # rows that fill a bucket up are not drawn for
+        name = f"{manner} {len(stages.runs)}" if manner.law else f"{manner}"
+        before = [self.forward(gaps.runs, partial(pack_block, gaps.rows), fill)] if gaps.runs else []
+        return self.graphs(name, self.forward(stages.runs, partial(pack_block, stages.rows), forward), *before)
 
     def _drawn(self, hidden: Float[Tensor, "R D"], batch: RowBatch, law: Sampling, count: int) -> Staged:
         """Proposals drawn from their laws, one sequence after the other: the heads' loops are over single tokens."""
         drafter, size = self.drafter, self.drafter.config.block_size
         found: list[Proposal] = []
+        salts = self.salts[batch.place.slot.long()]
         for first in range(0, count * size, size):
-            draw = Draw(law, batch.place.position[first] + 1, self.salts[batch.place.slot[first].long()])
+            draw = Draw(law, batch.place.position[first] + 1, salts[first])
             anchor = batch.token[first].long()
             found.append(drafter.model.propose(hidden[first : first + size], anchor, drafter.vocabulary, draw))
         probs = [one.probs for one in found if one.probs is not None]
@@ -209,7 +228,6 @@ class DrafterSession:
         for request in requests:
             if request.index == 0:
                 self.length[request.slot] = self.committed[request.slot]
-        self._fill_gaps([request for request in requests if request.index])
         stages: dict[int, Stage] = {}
         for manner in dict.fromkeys(self._manner(request) for request in requests):
             alike = [request for request in requests if self._manner(request) == manner]
@@ -239,35 +257,37 @@ class DrafterSession:
         return self.committed[request.slot] + request.index * self.stage_len
 
     def _stage(self, requests: Sequence[StageRequest], manner: Manner) -> Staged:
-        config, rows, runs = self.drafter.config, BlockRows([], [], []), list[Run]()
+        config, stages = self.drafter.config, Block()
         size = config.block_size
+        gaps = self._gaps(requests)
         for request in requests:
-            base = self.length[request.slot]
-            self.memory.make_room(request.slot, base + size, request.index + 1)
-            runs.append(Run(request.slot, len(rows.token), size, base))
-            start = self._start(request)
-            rows.token.extend([request.anchor, *[config.mask_token_id] * (size - 1)])
-            rows.position.extend(range(start, start + size))
-        for request in requests:  # once the buffer has its final size
-            first = self.memory.state_row(request.slot, request.index, 0)
-            rows.state.extend(range(first, first + size))
+            slot, start = request.slot, self._start(request)
+            stages.add(
+                Run(slot, len(stages.rows.token), size, self.length[slot]),
+                [request.anchor, *[config.mask_token_id] * (size - 1)],
+                range(start, start + size),
+                [self.memory.state_row(slot, request.index, row) for row in range(size)],
+            )
             if request.sampling is not None:
-                self.memory.seed(request.slot, request.sampling.seed)
-        return self.memory.stage(rows, runs, manner)
+                self.memory.seed(slot, request.sampling.seed)
+        return self.memory.stage(gaps, stages, manner)
 
-    def _fill_gaps(self, requests: Sequence[StageRequest]) -> None:
-        """Append the earlier stages' own final states as context of the positions nobody has verified yet."""
-        config, rows, runs = self.drafter.config, BlockRows([], [], []), list[Run]()
-        for request in requests:
-            slot, base = request.slot, self.length[request.slot]
-            gap = new_gap_rows(config.gap_rows, request.index, config.stage_len, config.label_shift)
-            if not gap:  # a stage of one token has no state between its two anchors
+    def _gaps(self, requests: Sequence[StageRequest]) -> Block:
+        """The earlier stages' own final states, as context of the positions nobody has verified yet; room for all."""
+        config, block = self.drafter.config, Block()
+        shape = config.stage_len, config.label_shift
+        new = {request.slot: new_gap_rows(config.gap_rows, request.index, *shape) for request in requests}
+        for request in requests:  # before any row's place is told: the states move where they grow
+            rows = self.length[request.slot] + len(new[request.slot]) + config.block_size
+            self.memory.make_room(request.slot, rows, request.index + 1)
+        for slot, gap in new.items():
+            if not gap:  # as after a stage of one token, which has no state between its two anchors
                 continue
-            self.memory.make_room(slot, base + len(gap))
-            runs.append(Run(slot, len(rows.token), len(gap), base))
-            rows.token.extend([0] * len(gap))
-            rows.position.extend(self.committed[slot] + row.offset for row in gap)
-            rows.state.extend(self.memory.state_row(slot, row.stage, row.row) for row in gap)
-            self.length[slot] = base + len(gap)
-        if runs:
-            self.memory.fill_gaps(rows, runs)
+            block.add(
+                Run(slot, len(block.rows.token), len(gap), self.length[slot]),
+                [0] * len(gap),
+                [self.committed[slot] + row.offset for row in gap],
+                [self.memory.state_row(slot, row.stage, row.row) for row in gap],
+            )
+            self.length[slot] += len(gap)
+        return block

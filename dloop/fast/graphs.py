@@ -1,9 +1,10 @@
-"""Run a function of one block of integers; on a GPU it is captured once for each layout and replayed afterwards."""
+"""Run functions of blocks of integers; on a GPU they are captured once for each layout and replayed afterwards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -11,6 +12,19 @@ from torch import Tensor
 from dloop.fast.rows import Integers, Layout, blank
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Forward(Generic[T]):
+    """A function of a block of integers on the device, and the block."""
+
+    layout: Layout
+    block: Integers
+    fn: Callable[[Int[Tensor, " n"]], T]
+
+    def now(self, device: torch.device) -> T:
+        """Without a graph."""
+        return self.fn(torch.from_numpy(self.block).to(device))
 
 
 @dataclass
@@ -30,7 +44,7 @@ class Graphs:
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self.device = device
         self.enabled = enabled
-        self._captured: dict[tuple[str, Layout], Captured[object]] = {}
+        self._captured: dict[tuple[str, tuple[Layout, ...]], Captured[object]] = {}
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
 
     def clear(self) -> None:
@@ -38,25 +52,31 @@ class Graphs:
         self._captured.clear()
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None  # the old one dies with its graphs
 
-    def __call__(self, name: str, layout: Layout, block: Integers, fn: Callable[[Int[Tensor, " n"]], T]) -> T:
-        """fn(block on the device). A graph is captured with an empty block of the layout, which touches no memory."""
+    def __call__(self, name: str, forward: Forward[T], *before: Forward[None]) -> T:
+        """`before` in their order, then `forward`: one copy to the device and one launch for all.
+
+        A graph is captured with empty blocks of the layouts, which touch no memory.
+        """
+        forwards = [*before, forward]
         if not self.enabled:
-            return fn(torch.from_numpy(block).to(self.device))
-        found = self._captured.get((name, layout))
+            return cast(T, [each.now(self.device) for each in forwards][-1])
+        key = name, tuple(each.layout for each in forwards)
+        found = self._captured.get(key)
         if found is None:
-            captured = self._capture(fn, blank(layout)[0])
-            found = self._captured[name, layout] = cast(Captured[object], captured)
+            found = self._captured[key] = self._capture(forwards)
         found.copied.synchronize()
-        found.host.numpy()[:] = block
+        np.concatenate([each.block for each in forwards], out=found.host.numpy())
         found.block.copy_(found.host, non_blocking=True)
         found.copied.record()
         found.graph.replay()
         return cast(T, found.out)
 
-    def _capture(self, fn: Callable[[Int[Tensor, " n"]], T], empty: Integers) -> Captured[T]:
-        host = torch.from_numpy(empty).pin_memory()
+    def _capture(self, forwards: Sequence[Forward[T] | Forward[None]]) -> Captured[object]:
+        empty = [blank(each.layout)[0] for each in forwards]
+        host = torch.from_numpy(np.concatenate(empty)).pin_memory()
         block = host.to(self.device)
-        graph, out = self.capture(lambda: fn(block))
+        parts = block.split([len(each) for each in empty])
+        graph, out = self.capture(lambda: [each.fn(part) for each, part in zip(forwards, parts, strict=True)][-1])
         return Captured(host=host, block=block, copied=torch.cuda.Event(), graph=graph, out=out)
 
     def capture(self, fn: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:

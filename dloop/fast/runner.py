@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dloop.fast.graphs import Graphs
+from dloop.fast.graphs import Forward, Graphs
 from dloop.fast.lease import Leased
 from dloop.fast.ops import Ops, kernel_ops, supports
 from dloop.fast.plain import PlainOps
@@ -58,16 +58,10 @@ class Runner(Leased):
         """Zeros of the weights' type, on their device."""
         return self.stack.gain.new_zeros(shape)
 
-    def run(
-        self,
-        name: str,
-        runs: list[Run],
-        pack: Pack,
-        forward: Callable[[Ops, RowBatch], T],
-        kernels: bool | None = None,
-        depth: int = 0,
-    ) -> T:
-        """A forward over the rows of these runs: through kernels and, on a GPU, a graph of its name; or plain.
+    def forward(
+        self, runs: list[Run], pack: Pack, fn: Callable[[Ops, RowBatch], T], kernels: bool | None = None, depth: int = 0
+    ) -> Forward[T]:
+        """What computes `fn` of the rows of these runs, through kernels or plain operations.
 
         `depth`: most ancestors of a tree's row; 0: the rows are chains.
         """
@@ -77,13 +71,9 @@ class Runner(Leased):
         size = bucket_of(count) if kernels else count
         layout = Layout(rows=size, tile_rows=columns.rows, tree=depth > 0, depth=depth or None)
         ops: Ops = kernel_ops(columns.count) if kernels else PlainOps()
-        on_device = partial(apply, forward, ops, layout, runs)
-        block = pack(runs, layout)
-        if not kernels:
-            return on_device(torch.from_numpy(block).to(self.graphs.device))
-        return self.graphs(name, layout, block, on_device)
+        return Forward(layout, pack(runs, layout), partial(apply, fn, ops, layout, runs))
 
 
-def apply(forward: Callable[[Ops, RowBatch], T], ops: Ops, layout: Layout, runs: list[Run], block: Tensor) -> T:
-    """A forward of the rows that a block of integers on the device describes."""
-    return forward(ops, layout.views(block, runs))
+def apply(fn: Callable[[Ops, RowBatch], T], ops: Ops, layout: Layout, runs: list[Run], block: Tensor) -> T:
+    """`fn` of the rows that a block of integers on the device describes."""
+    return fn(ops, layout.views(block, runs))

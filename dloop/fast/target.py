@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dloop.fast.graphs import Graphs
+from dloop.fast.graphs import Forward, Graphs
 from dloop.fast.lease import Leased, lease
 from dloop.fast.ops import Ops, kernel_ops, supports
 from dloop.fast.picks import GraphedPicks
@@ -121,7 +121,7 @@ class FastMemory(Leased):
         layout = Layout(rows=size, tile_rows=columns.rows, tree=tree)
         ops: Ops = kernel_ops(columns.count) if self.kernels else PlainOps()
         forward = partial(self.forward, ops, layout, runs, size)
-        tapped, last, logits = self.graphs("verify", layout, pack_rows(rows, runs, layout), forward)
+        tapped, last, logits = self.graphs("verify", Forward(layout, pack_rows(rows, runs, layout), forward))
         return Seen(logits=logits[:n], features=Features(taps=tapped[:n], last=last[:n]))
 
     def forward(
