@@ -232,7 +232,7 @@ def start(
     sampling = sampling_of(settings)
     limits = limits_of(settings, target, drafter)
     session = Session(target=target.open(drafter.taps if drafter else ()), drafter=drafter.open() if drafter else None)
-    judge = judge or judge_of(settings, sampling, drafter, target.pick)
+    judge = judge or judge_of(settings, sampling, drafter, target.sampler)
     task = decode(session, 0, prompt, gate=gate_of(settings), judge=judge, limits=limits)
     return Stream(run_one(task, session), None if sampling.is_greedy else sampling.seed, target.is_exact, tokenizer)
 

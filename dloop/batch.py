@@ -70,7 +70,7 @@ def generate_numbered(
     def begin(start: int, prompt: tuple[int, Sequence[int] | Tensor], slot: int) -> Task:
         own = replace(sampling, seed=sample_seed(sampling.seed, prompt[0]))
         texts[start] = Completion(index=prompt[0], seed=own.seed)
-        limits, judge = limits_of(settings, target, drafter), judge_of(settings, own, drafter, target.pick)
+        limits, judge = limits_of(settings, target, drafter), judge_of(settings, own, drafter, target.sampler)
         tokens = check_prompt(prompt[1], target, settings.max_new_tokens)
         return decode(session, slot, tokens, gate=gate_of(settings), judge=judge, limits=limits)
 

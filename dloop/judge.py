@@ -1,26 +1,41 @@
 """Acceptance: which drafted tokens the target would have produced itself."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dloop.sampling import ACCEPT_STREAM, TARGET_STREAM, Sampling, choose, draw, law, salt, uniform
+from dloop.sampling import (
+    ACCEPT_STREAM,
+    TARGET_STREAM,
+    Sampling,
+    choose,
+    law,
+    salt,
+    salted_draw,
+    salted_uniform,
+)
 from dloop.types import Draft, Verdict
 
-# The target's tokens for rows of logits that stand before these positions.
-Pick = Callable[[Float[Tensor, "n V"], Sampling, list[int]], list[int]]
+
+class Sampler:
+    """What is done with the target's logits, ending in one copy to the host: here one operation after the other."""
+
+    def pick(self, logits: Float[Tensor, "n V"], sampling: Sampling, positions: list[int]) -> list[int]:
+        """The target's tokens, for rows of logits that stand before these positions."""
+        if sampling.is_greedy:
+            return logits.argmax(-1).tolist()  # sync
+        numbers = torch.tensor([[salt(sampling.seed)] * len(positions), positions], device=logits.device)
+        return choose(logits, sampling, *numbers).tolist()  # sync
+
+    def reject(self, logits: Float[Tensor, "n V"], sampling: Sampling, draft: Draft) -> list[int]:
+        """[accepted tokens of a chain, the token after them], by `rejected`."""
+        q = torch.cat(draft.probs) if draft.probs else law(logits[:0], sampling)
+        return rejected(logits, q, sampling, numbers_of(draft, sampling).to(logits.device)).tolist()  # sync
 
 
-def pick(logits: Float[Tensor, "n V"], sampling: Sampling, positions: list[int]) -> list[int]:
-    """`choose`, one operation after the other."""
-    if sampling.is_greedy:
-        return logits.argmax(-1).tolist()  # sync
-    where = torch.tensor(positions, device=logits.device)
-    salts = torch.full_like(where, salt(sampling.seed))
-    return choose(logits, sampling, salts, where).tolist()  # sync
+PLAIN = Sampler()
 
 
 @dataclass(frozen=True)
@@ -33,7 +48,7 @@ class Match:
     """
 
     sampling: Sampling
-    pick: Pick = pick  # of a target that answers into the same memory again and again: one launch
+    sampler: Sampler = field(default=PLAIN, repr=False, compare=False)
 
     @property
     def drafting(self) -> Sampling | None:
@@ -41,14 +56,14 @@ class Match:
         return None
 
     def first(self, logits: Float[Tensor, " V"], position: int) -> int:
-        return pick(logits[None], self.sampling, [position])[0]
+        return PLAIN.pick(logits[None], self.sampling, [position])[0]
 
     def __call__(self, draft: Draft, logits: Float[Tensor, "n V"]) -> Verdict:
         return follow(draft, self.choose(logits, [position + 1 for position in draft.positions]))
 
     def choose(self, logits: Float[Tensor, "n V"], positions: list[int]) -> list[int]:
         """The target's token for each of these positions."""
-        return self.pick(logits, self.sampling, positions)
+        return self.sampler.pick(logits, self.sampling, positions)
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,7 @@ class Reject:
     """
 
     sampling: Sampling
+    sampler: Sampler = field(default=PLAIN, repr=False, compare=False)
 
     @property
     def drafting(self) -> Sampling | None:
@@ -71,21 +87,33 @@ class Reject:
         return Match(self.sampling).first(logits, position)
 
     def __call__(self, draft: Draft, logits: Float[Tensor, "n V"]) -> Verdict:
-        count = len(draft.drafted)
-        if not draft.is_chain or sum(len(probs) for probs in draft.probs) != count:
+        if not draft.is_chain or sum(len(probs) for probs in draft.probs) != len(draft.drafted):
             raise ValueError("rejection sampling needs a chain whose tokens bring the law they were drawn from")
-        p = law(logits, self.sampling)
-        q = torch.cat(draft.probs) if count else p[:0]
-        where = torch.tensor(draft.positions, device=p.device) + 1
-        tokens = torch.tensor(draft.drafted, device=p.device, dtype=torch.int64)[:, None]
-        chance = uniform(self.sampling.seed, where[:-1], 1, ACCEPT_STREAM)
-        right = chance * q.gather(1, tokens).double() < p[:-1].gather(1, tokens).double()
-        accepted = right[:, 0].long().cumprod(0).sum()
-        rest = torch.cat([(p[:-1] - q).clamp(min=0), p[-1:]])[accepted]
-        rest = torch.where(rest.sum() > 0, rest, p[accepted])  # p equals q up to rounding: nothing is left over
-        bonus = draw(rest[None], self.sampling.seed, where[accepted][None], TARGET_STREAM)[0]
-        taken, token = torch.stack([accepted, bonus]).tolist()  # sync
+        taken, token = self.sampler.reject(logits, self.sampling, draft)
         return Verdict(path=list(range(1, taken + 1)), bonus=token)
+
+
+def numbers_of(draft: Draft, sampling: Sampling) -> Int64[Tensor, "4 n"]:
+    """What `rejected` must know of a chain: the salts of both streams, where each row's token will stand, what is
+    drafted for it (of the last row nothing).
+    """
+    count = len(draft.tokens)
+    salts = [[salt(sampling.seed, stream)] * count for stream in (ACCEPT_STREAM, TARGET_STREAM)]
+    return torch.tensor([*salts, [position + 1 for position in draft.positions], [*draft.drafted, 0]])
+
+
+def rejected(
+    logits: Float[Tensor, "n V"], q: Float[Tensor, "n-1 V"], sampling: Sampling, numbers: Int64[Tensor, "4 n"]
+) -> Int64[Tensor, "2"]:
+    """(accepted tokens, the token after them) of a chain, without a device-to-host copy."""
+    accepting, drawing, where, tokens = numbers
+    p, drafted = law(logits, sampling), tokens[:-1, None]
+    chance = salted_uniform(accepting[:-1], where[:-1], 1)
+    right = chance * q.gather(1, drafted).double() < p[:-1].gather(1, drafted).double()
+    accepted = right[:, 0].long().cumprod(0).sum()[None]
+    rest = torch.cat([(p[:-1] - q).clamp(min=0), p[-1:]])[accepted]
+    rest = torch.where(rest.sum() > 0, rest, p[accepted])  # p equals q up to rounding: nothing is left over
+    return torch.cat([accepted, salted_draw(rest, drawing[accepted], where[accepted])])
 
 
 def follow(draft: Draft, picks: list[int]) -> Verdict:

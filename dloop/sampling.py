@@ -58,7 +58,12 @@ def salted_draw(
     probs: Float32[Tensor, "n V"], salts: Int[Tensor, " n"], positions: Int[Tensor, " n"]
 ) -> Int[Tensor, " n"]:
     """`draw` for rows that each have a seed of their own."""
-    return (probs.double().log() + salted_gumbel(salts, positions, probs.shape[-1])).argmax(-1)
+    return noisy_argmax(probs, salted_gumbel(salts, positions, probs.shape[-1]))
+
+
+def noisy_argmax(probs: Float32[Tensor, "n V"], noise: Float64[Tensor, "n V"]) -> Int[Tensor, " n"]:
+    """Draw from these probabilities with Gumbel noise."""
+    return (probs.double().log() + noise).argmax(-1)
 
 
 def choose(
@@ -119,8 +124,8 @@ class Draw:
     """How a drafter picks each row's token: the most likely one, or (with `sampling`) a draw from the row's law."""
 
     sampling: Sampling | None = None
-    position: int | Int[Tensor, ""] = 0  # absolute position of row 0's token
-    salt: Int[Tensor, ""] | None = None  # what stands for the seed where it is only known on the device
+    position: int = 0  # absolute position of row 0's token
+    noise: Float64[Tensor, "k V"] | None = None  # of all rows, where seed and position are only known on the device
 
     def __call__(self, logits: Float[Tensor, "... V"], row: int) -> Drawn:
         """Pick the token of one row; only the greedy form takes batched rows."""
@@ -136,9 +141,9 @@ class Draw:
     def _draw(self, logits: Float[Tensor, "k V"], first: int) -> Drawn:
         assert self.sampling is not None
         probs = law(logits, self.sampling)
+        if self.noise is not None:
+            return Drawn(noisy_argmax(probs, self.noise[first : first + len(probs)]), probs)
         where = torch.arange(len(logits), device=logits.device) + (self.position + first)
-        if self.salt is not None:
-            return Drawn(salted_draw(probs, self.salt.expand(len(logits)), where), probs)
         return Drawn(draw(probs, self.sampling.seed, where, DRAFT_STREAM), probs)
 
 

@@ -15,7 +15,7 @@ from dloop.drafters.host import HostDrafter
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.errors import UserError
 from dloop.gate import GateSum
-from dloop.judge import Match, Pick, Reject, pick
+from dloop.judge import PLAIN, Match, Reject, Sampler
 from dloop.loop import Limits
 from dloop.sampling import Sampling, fresh_seed
 from dloop.targets.hf import HFTarget
@@ -126,16 +126,16 @@ def sampling_of(settings: Settings) -> Sampling:
 
 
 def judge_of(
-    settings: Settings, sampling: Sampling, drafter: HostDrafter | None = None, pick: Pick = pick
+    settings: Settings, sampling: Sampling, drafter: HostDrafter | None = None, sampler: Sampler = PLAIN
 ) -> Match | Reject:
     """Greedy decoding has one rule, and plain decoding rejects nothing. With a temperature, "auto" is rejection
     sampling where tokens are drafted left to right; DFlash's rows do not see one another's tokens, and drawing them
-    would cost acceptance: "match". So are trees. `pick` is the target's way to choose.
+    would cost acceptance: "match". So are trees. `sampler`: the target's.
     """
     if drafter is None or sampling.is_greedy or settings.verify == "match":
-        return Match(sampling, pick)
+        return Match(sampling, sampler)
     together = drafter.family == "dflash" or trees_of(settings, drafter) is not None
-    return Match(sampling, pick) if settings.verify == "auto" and together else Reject(sampling)
+    return Match(sampling, sampler) if settings.verify == "auto" and together else Reject(sampling, sampler)
 
 
 def limits_of(settings: Settings, target: HFTarget, drafter: HostDrafter | None) -> Limits:

@@ -9,11 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import dloop
 from dloop.batch import generate_many
 from dloop.fast.target import FastTarget
-from dloop.judge import pick
-from dloop.sampling import sample_seed
+from dloop.judge import PLAIN
+from dloop.sampling import DRAFT_STREAM, draw, sample_seed
+from dloop.sampling import law as law_of
 from dloop.settings import Settings
 from dloop.targets.hf import HFTarget
-from dloop.types import Rows, Sampling
+from dloop.types import Draft, Rows, Sampling, Stage
 
 pytestmark = pytest.mark.gpu
 BASE, COUNT = 900, 320  # context, and rows after it: a group of pieces of the keys ends among them
@@ -150,6 +151,33 @@ def test_many_at_once_are_the_texts_they_are_alone(pair, temperature):
         assert [found[i] for i in range(len(prompts))] == alone
 
 
+def test_graphed_verdicts_are_the_plain_ones(pair):
+    """Drafts of several lengths, drawn from laws near the target's, so that some are accepted and some are not."""
+    target, _ = pair
+    logits, taken = torch.empty(16, target.vocab_size, dtype=torch.bfloat16, device="cuda"), set()
+    for seed in range(12):
+        logits.normal_(std=4)
+        for law in (Sampling(temperature=1.0, seed=seed), Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=seed)):
+            for count in (2, 5, 9):
+                rows, where = logits[:count].clone(), torch.arange(100, 100 + count, device="cuda")
+                q = law_of(rows[:-1] + torch.randn_like(rows[:-1]), law)
+                tokens = draw(q, seed, where[1:], DRAFT_STREAM).tolist()
+                draft = Draft.rooted(7, 100).graft(
+                    Stage(
+                        tokens=tokens,
+                        parents=list(range(-1, count - 2)),
+                        logp=[0.0] * (count - 1),
+                        spine=list(range(count - 1)),
+                        score=0.0,
+                        probs=q,
+                    )
+                )
+                found = target.sampler.reject(logits[:count], law, draft)
+                assert found == PLAIN.reject(logits[:count], law, draft)
+                taken.add(found[0])
+    assert len(taken) > 4
+
+
 def test_graphed_choices_are_the_plain_ones(pair):
     """The same address with other logits, seeds and positions; and other numbers of rows."""
     target, _ = pair
@@ -159,4 +187,4 @@ def test_graphed_choices_are_the_plain_ones(pair):
         for law in (Sampling(temperature=1.0, seed=seed), Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=seed)):
             for count in (1, 5, 16):
                 positions = [100 * seed + row for row in range(count)]
-                assert target.pick(logits[:count], law, positions) == pick(logits[:count], law, positions)
+                assert target.sampler.pick(logits[:count], law, positions) == PLAIN.pick(logits[:count], law, positions)

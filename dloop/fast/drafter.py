@@ -21,7 +21,7 @@ from dloop.fast.stack import run_stack
 from dloop.fast.target import START_CONTEXT
 from dloop.fast.weights import Stack, drafter_stack
 from dloop.kernels.shapes import HeadWeights
-from dloop.sampling import Draw
+from dloop.sampling import Draw, salted_gumbel
 from dloop.trees.shape import TreeShape
 from dloop.types import Features, Sampling, Stage, StageRequest
 
@@ -174,9 +174,11 @@ class FastBlockMemory(Runner):
         """Proposals drawn from their laws, one sequence after the other: the heads' loops are over single tokens."""
         drafter, size = self.drafter, self.drafter.config.block_size
         found: list[Proposal] = []
-        salts = self.salts[batch.place.slot.long()]
+        salts, steps = self.salts[batch.place.slot.long()], self.drafter.config.stage_len
         for first in range(0, count * size, size):
-            draw = Draw(law, batch.place.position[first] + 1, salts[first])
+            where = batch.place.position[first] + torch.arange(1, steps + 1, device=hidden.device)
+            noise = salted_gumbel(salts[first].expand(steps), where, drafter.vocabulary.head.shape[0])
+            draw = Draw(law, noise=noise)
             anchor = batch.token[first].long()
             found.append(drafter.model.propose(hidden[first : first + size], anchor, drafter.vocabulary, draw))
         probs = [one.probs for one in found if one.probs is not None]

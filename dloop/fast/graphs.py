@@ -27,12 +27,11 @@ class Forward(Generic[T]):
         return self.fn(torch.from_numpy(self.block).to(device))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Captured(Generic[T]):
-    """One captured graph: its input on the host and on the device, and the tensors each replay fills."""
+    """One captured graph: it copies its integers to the device, then fills the tensors that it gives."""
 
-    host: Int[Tensor, " n"]  # pinned
-    block: Int[Tensor, " n"]
+    host: Integers  # in pinned memory
     copied: torch.cuda.Event  # the host's block may be overwritten
     graph: torch.cuda.CUDAGraph
     out: T
@@ -65,19 +64,23 @@ class Graphs:
         if found is None:
             found = self._captured[key] = self._capture(forwards)
         found.copied.synchronize()
-        np.concatenate([each.block for each in forwards], out=found.host.numpy())
-        found.block.copy_(found.host, non_blocking=True)
-        found.copied.record()
+        np.concatenate([each.block for each in forwards], out=found.host)
         found.graph.replay()
         return cast(T, found.out)
 
     def _capture(self, forwards: Sequence[Forward[T] | Forward[None]]) -> Captured[object]:
         empty = [blank(each.layout)[0] for each in forwards]
         host = torch.from_numpy(np.concatenate(empty)).pin_memory()
-        block = host.to(self.device)
+        block, copied = host.to(self.device), torch.cuda.Event(external=True)
         parts = block.split([len(each) for each in empty])
-        graph, out = self.capture(lambda: [each.fn(part) for each, part in zip(forwards, parts, strict=True)][-1])
-        return Captured(host=host, block=block, copied=torch.cuda.Event(), graph=graph, out=out)
+
+        def run() -> object:
+            block.copy_(host, non_blocking=True)
+            copied.record()
+            return [each.fn(part) for each, part in zip(forwards, parts, strict=True)][-1]
+
+        graph, out = self.capture(run)
+        return Captured(host=host.numpy(), copied=copied, graph=graph, out=out)
 
     def capture(self, fn: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture a function of device memory alone; it runs once before, and once is not to matter."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -146,12 +147,19 @@ def pack_steps(rows: BlockRows, ahead: int, runs: list[Run], layout: Layout) -> 
 
 def blank(layout: Layout) -> tuple[Integers, Integers]:
     """An empty block and its fields; rows nobody fills are written nowhere and see nothing."""
+    block = empty(layout).copy()
+    return block, block[: FIELDS * layout.rows].reshape(FIELDS, layout.rows)
+
+
+@lru_cache(maxsize=256)
+def empty(layout: Layout) -> Integers:
+    """The block that `blank` copies."""
     block = np.zeros(layout.size, np.int32)
     block[layout.counts + 2] = 1
     fields = block[: FIELDS * layout.rows].reshape(FIELDS, layout.rows)
     fields[2] = fields[5] = -1
     fields[6] = NEVER
-    return block, fields
+    return block
 
 
 def write_ancestors(table: Integers, rows: Rows, runs: list[Run]) -> None:

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from dloop.fast.graphs import Forward, Graphs
 from dloop.fast.lease import Leased, lease
 from dloop.fast.ops import Ops, kernel_ops, supports
-from dloop.fast.picks import GraphedPicks
 from dloop.fast.plain import PlainOps
 from dloop.fast.rows import Layout, Run, bucket_of, pack_rows, runs_of
+from dloop.fast.sampler import GraphedSampler
 from dloop.fast.stack import Memory, PrefillOps, run_stack
 from dloop.fast.weights import Stack, target_stack
-from dloop.judge import Pick, pick
+from dloop.judge import PLAIN, Sampler
 from dloop.kernels.shapes import Heads
 from dloop.targets.branches import is_chain
 from dloop.targets.hf import HFTarget, check_logits
@@ -59,12 +59,12 @@ class FastTarget(HFTarget):
         return supports(self.dtype, self.device, self.stack.heads)
 
     @property
-    def pick(self) -> Pick:
-        return self._graphed if self.is_exact else pick
+    def sampler(self) -> Sampler:
+        return self._graphed if self.is_exact else PLAIN
 
     @cached_property
-    def _graphed(self) -> Pick:
-        return GraphedPicks(self.device)
+    def _graphed(self) -> Sampler:
+        return GraphedSampler(self.device)
 
     def open(self, taps: tuple[int, ...] = (), slots: int = 1, context: int = START_CONTEXT) -> "TargetSession":
         """Memory for one session, at first of this size; stores and graphs of ended sessions are taken over."""

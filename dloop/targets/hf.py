@@ -16,7 +16,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from dloop.chat import Tokenizer, load_tokenizer
 from dloop.errors import UserError
-from dloop.judge import Pick, pick
+from dloop.judge import PLAIN, Sampler
 from dloop.lent import LentKind
 from dloop.loop import Target
 from dloop.targets.branches import KeyValueLayer, ancestry, is_chain, shorten
@@ -122,9 +122,9 @@ class HFTarget:
         return True
 
     @property
-    def pick(self) -> Pick:
-        """How the judge's choice of tokens is computed."""
-        return pick
+    def sampler(self) -> Sampler:
+        """What is done with logits, ending in one copy to the host."""
+        return PLAIN
 
     def open(self, taps: tuple[int, ...] = ()) -> Target:
         """Fresh memory; the features hold the raw outputs of the decoder layers `taps`, in this order."""
