@@ -25,7 +25,7 @@ class Captured:
     graph: torch.cuda.CUDAGraph
     numbers: Int64[Tensor, "m n"]
     q: Float[Tensor, "n-1 V"] | None
-    out: Int64[Tensor, " m"]
+    out: Int64[Tensor, " _"]
 
 
 class GraphedSampler(Sampler):
