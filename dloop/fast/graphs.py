@@ -32,6 +32,7 @@ class Captured(Generic[T]):
     """One captured graph: it copies its integers to the device, then fills the tensors that it gives."""
 
     host: Integers  # in pinned memory
+    block: Int[Tensor, " n"]  # what the graph copies them to: it must stay
     copied: torch.cuda.Event  # the host's block may be overwritten
     graph: torch.cuda.CUDAGraph
     out: T
@@ -80,7 +81,7 @@ class Graphs:
             return [each.fn(part) for each, part in zip(forwards, parts, strict=True)][-1]
 
         graph, out = self.capture(run)
-        return Captured(host=host.numpy(), copied=copied, graph=graph, out=out)
+        return Captured(host=host.numpy(), block=block, copied=copied, graph=graph, out=out)
 
     def capture(self, fn: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture a function of device memory alone; it runs once before, and once is not to matter."""

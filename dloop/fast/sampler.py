@@ -78,5 +78,6 @@ class GraphedSampler(Sampler):
         if key not in self._captured:
             if len(self._captured) == MOST_GRAPHS:
                 self._captured.clear()
+                self.graphs.clear()
             self._captured[key] = capture()
         return self._captured[key]
