@@ -1,34 +1,23 @@
 """Block drafters on the fast path: a whole stage, heads included, in one forward over flat rows of many sequences."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import NamedTuple, TypeVar
+from functools import cached_property
 
 import torch
-from jaxtyping import Float, Float64, Int
-from torch import Tensor
-from torch.nn import functional as F
 
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.gap import new_gap_rows
-from dloop.drafters.proposal import Proposal, pack, to_stage
+from dloop.drafters.proposal import to_stage
+from dloop.fast.drafter_memory import MOST_GRAPHED, Block, FastBlockMemory, Manner, Staged
 from dloop.fast.lease import lease
-from dloop.fast.ops import Ops
-from dloop.fast.rows import BlockRows, RowBatch, Run, pack_block
-from dloop.fast.runner import Runner
-from dloop.fast.stack import run_stack
+from dloop.fast.rows import Run
 from dloop.fast.target import START_CONTEXT
 from dloop.fast.weights import Stack, drafter_stack
-from dloop.kernels.shapes import HeadWeights
-from dloop.sampling import Draw, salted_gumbel
 from dloop.trees.shape import TreeShape
-from dloop.types import Features, Sampling, Stage, StageRequest
+from dloop.types import Features, Stage, StageRequest
 
-T = TypeVar("T")
-
-START_STAGES = 16  # stages of a round whose states are kept before the buffer first grows
-MOST_GRAPHED = 512  # context rows of one `extend` that goes through a graph; a prompt does not
+MOST_WAITING = 64  # context rows of one text: a stage's graph is not captured again for every length of a prompt
 
 
 @dataclass(frozen=True)
@@ -60,147 +49,9 @@ class FastBlockDrafter(BlockDrafter):
         return lease(
             self.memories,
             lambda _memory: True,
-            lambda: FastBlockMemory(self, slots, min(context, self.config.max_positions)),
+            lambda: FastBlockMemory(self, self.stack, slots, min(context, self.config.max_positions)),
             lambda memory: DrafterSession(memory, self),
         )
-
-
-class Manner(NamedTuple):
-    """What stages drafted in one forward share."""
-
-    law: Sampling | None  # whatever the seed; None: the most likely tokens
-    tree: bool  # read from the final states afterwards
-
-
-class Block:
-    """Rows of a drafter's forward on the host, run by run."""
-
-    def __init__(self) -> None:
-        self.rows = BlockRows([], [], [])
-        self.runs: list[Run] = []
-
-    def add(self, run: Run, token: Iterable[int], position: Iterable[int], state: Iterable[int]) -> None:
-        """One run more."""
-        self.runs.append(run)
-        self.rows.token.extend(token)
-        self.rows.position.extend(position)
-        self.rows.state.extend(state)
-
-
-class Staged(NamedTuple):
-    """What a stage's forward leaves: final states, and all sequences' packed proposals (None: read later)."""
-
-    hidden: Float[Tensor, "R D"]
-    packed: Float64[Tensor, "S 3 k"] | None
-    probs: Float[Tensor, "S k V"] | None = None  # the laws that tokens were drawn from
-
-
-class FastBlockMemory(Runner):
-    """A static store, the final states of the stages drafted since the last verification, and the graphs over both."""
-
-    def __init__(self, drafter: FastBlockDrafter, slots: int, context: int) -> None:
-        super().__init__(drafter.stack, slots, context)
-        self.drafter = drafter
-        self.features = self.blank(MOST_GRAPHED, drafter.model.fc.weight.shape[1])
-        config = drafter.config  # one slot more takes the rows that nobody reads
-        self.states = self.blank(slots + 1, START_STAGES, config.block_size, config.hidden_size)
-
-    def make_room(self, slot: int, rows: int, stages: int = 1) -> bool:
-        """The same, and the states of this many stages."""
-        moved = super().make_room(slot, rows)
-        had_slots, had_stages, size, width = self.states.shape
-        if self.store.slots >= had_slots or stages > had_stages:
-            old, count = self.states, max(stages, had_stages)
-            self.states = old.new_zeros(self.store.slots + 1, count, size, width)
-            self.states[:had_slots, :had_stages] = old
-            self.graphs.clear()
-            moved = True
-        return moved
-
-    def state_row(self, slot: int, stage: int, row: int) -> int:
-        """Where a stage's row is kept, counted over all slots."""
-        _, stages, size, _ = self.states.shape
-        return (slot * stages + stage) * size + row
-
-    def extend(self, run: Run, position: int, taps: Float[Tensor, "n F"]) -> None:
-        """Store the context rows of verified positions."""
-        self.make_room(run.slot, run.base + run.count)
-        positions = list(range(position, position + run.count))
-        rows = BlockRows(token=[0] * run.count, position=positions, state=[-1] * run.count)
-        graphed = self.kernels and run.count <= MOST_GRAPHED
-        if graphed:
-            self.features[: run.count].copy_(taps)
-        source = self.features if graphed else taps
-
-        def forward(ops: Ops, batch: RowBatch) -> None:
-            states = source[: len(batch.token)]
-            fc = ops.linear(states, self.drafter.model.fc.weight)
-            blank_rows = torch.zeros(len(states), fc.shape[-1], dtype=states.dtype, device=states.device)
-            gain = self.drafter.model.hidden_norm.weight
-            self._project(ops, ops.add_norm(blank_rows, fc, gain, self.drafter.stack.eps), batch)
-
-        whole = self.forward([run], partial(pack_block, rows), forward, kernels=graphed)
-        if graphed:
-            self.graphs("extend", whole)
-        else:
-            whole.now(self.graphs.device)
-
-    def stage(self, gaps: Block, stages: Block, manner: Manner) -> Staged:
-        """Store kept final states as context of positions nobody has verified yet, then draft one stage for each run
-        and keep its own.
-        """
-        drafter, size = self.drafter, self.drafter.config.block_size
-
-        def fill(ops: Ops, batch: RowBatch) -> None:
-            self._project(ops, self._states[self._kept(batch)], batch)
-
-        def forward(ops: Ops, batch: RowBatch) -> Staged:
-            embedded = F.embedding(batch.token, drafter.vocabulary.embedding)
-            hidden = run_stack(ops, drafter.stack, embedded, batch, self.store)[1]
-            self._states.index_copy_(0, self._kept(batch), hidden)
-            if manner.tree:
-                return Staged(hidden, None)
-            if manner.law is not None:
-                return self._drawn(hidden, batch, manner.law, len(stages.runs))
-            anchors = batch.token[: len(hidden) // size * size : size].long()
-            return Staged(hidden, ops.propose(hidden, anchors, drafter.model, drafter.vocabulary))
-
-        # rows that fill a bucket up are not drawn for
-        name = f"{manner} {len(stages.runs)}" if manner.law else f"{manner}"
-        before = [self.forward(gaps.runs, partial(pack_block, gaps.rows), fill)] if gaps.runs else []
-        return self.graphs(name, self.forward(stages.runs, partial(pack_block, stages.rows), forward), *before)
-
-    def _drawn(self, hidden: Float[Tensor, "R D"], batch: RowBatch, law: Sampling, count: int) -> Staged:
-        """Proposals drawn from their laws, one sequence after the other: the heads' loops are over single tokens."""
-        drafter, size = self.drafter, self.drafter.config.block_size
-        found: list[Proposal] = []
-        salts, steps = self.salts[batch.place.slot.long()], self.drafter.config.stage_len
-        for first in range(0, count * size, size):
-            where = batch.place.position[first] + torch.arange(1, steps + 1, device=hidden.device)
-            noise = salted_gumbel(salts[first].expand(steps), where, drafter.vocabulary.head.shape[0])
-            draw = Draw(law, noise=noise)
-            anchor = batch.token[first].long()
-            found.append(drafter.model.propose(hidden[first : first + size], anchor, drafter.vocabulary, draw))
-        probs = [one.probs for one in found if one.probs is not None]
-        return Staged(hidden, torch.stack([pack(one) for one in found]), torch.stack(probs))
-
-    @property
-    def _states(self) -> Float[Tensor, "n D"]:
-        return self.states.flatten(0, 2)
-
-    def _kept(self, batch: RowBatch) -> Int[Tensor, " R"]:
-        """The rows' places among the kept states; -1 is the last one."""
-        return batch.state.long().remainder(len(self._states))
-
-    def _project(self, ops: Ops, states: Float[Tensor, "R D"], batch: RowBatch) -> None:
-        """Every layer's keys and values of context or gap rows: joined as they are, without an input norm."""
-        heads = self.drafter.stack.heads
-        skip = heads.queries * heads.dim
-        for index, layer in enumerate(self.drafter.stack.layers):
-            bias = None if layer.head.bias is None else layer.head.bias[skip:]
-            weights = HeadWeights(bias, layer.head.query_gain, layer.head.key_gain)
-            parts = ops.linear(states, layer.qkv[skip:])
-            ops.rope_store(parts, weights, heads._replace(queries=0), batch, self.store.layer(index))
 
 
 class DrafterSession:
@@ -211,6 +62,7 @@ class DrafterSession:
         self.drafter = drafter
         self.committed: dict[int, int] = {}
         self.length: dict[int, int] = {}
+        self.waiting = Block()  # context rows that the next stage's forward will read
 
     @property
     def stage_len(self) -> int:
@@ -221,8 +73,25 @@ class DrafterSession:
         if position == 0:
             self.committed[slot] = 0
         assert self.committed[slot] == position
-        self.memory.extend(Run(slot, 0, len(tokens), position), position, features.taps)
-        self.committed[slot] = self.length[slot] = position + len(tokens)
+        count = len(tokens)
+        if len(self.waiting.rows.token) + count > MOST_GRAPHED or any(run.slot == slot for run in self.waiting.runs):
+            self._read()
+        self.memory.make_room(slot, position + count)
+        self.committed[slot] = self.length[slot] = position + count
+        if count > MOST_GRAPHED:
+            self.memory.read_long(Block().add_context(slot, position, count), features.taps)
+            return
+        first = len(self.waiting.rows.token)
+        self.memory.features[first : first + count].copy_(features.taps)  # the target's next answer overwrites them
+        self.waiting.add_context(slot, position, count)
+        if count > MOST_WAITING:
+            self._read()
+
+    def _read(self) -> None:
+        """Store the context rows that wait."""
+        if self.waiting.runs:
+            self.memory.read(self.waiting)
+        self.waiting = Block()
 
     @torch.no_grad()
     def draft(self, requests: Sequence[StageRequest]) -> list[Stage]:
@@ -272,7 +141,8 @@ class DrafterSession:
             )
             if request.sampling is not None:
                 self.memory.seed(slot, request.sampling.seed)
-        return self.memory.stage(gaps, stages, manner)
+        contexts, self.waiting = self.waiting, Block()
+        return self.memory.stage(contexts, gaps, stages, manner)
 
     def _gaps(self, requests: Sequence[StageRequest]) -> Block:
         """The earlier stages' own final states, as context of the positions nobody has verified yet; room for all."""
