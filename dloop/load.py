@@ -21,6 +21,7 @@ from dloop.drafters.gap import READINGS
 from dloop.drafters.host import HostConfig, HostDrafter
 from dloop.drafters.mtp import is_mtp, no_head
 from dloop.errors import UserError
+from dloop.settings import tell_chains
 from dloop.targets.adapters import adapter_of
 from dloop.targets.hf import HFTarget
 from dloop.targets.recurrent import RecurrentTarget, tell_path
@@ -181,6 +182,7 @@ def load_drafter(
     raw = override(raw, family, gap_rows, rope_theta)
     config = READERS[family](raw, f"{name_or_path}/config.json").for_target(target.num_layers)
     check_pair(config, target, name_or_path)
+    tell_chains(name_or_path, family, target)
     stored = of_family(family, checkpoint.tensor_names(folder))
     tensors = named(config, checkpoint.read_tensors(folder, set(stored)), name_or_path)
     check_heads(family, tensors, name_or_path)

@@ -1,5 +1,6 @@
 """What decides a decode besides the models and the prompt: its fields, their checks, and what they are turned into."""
 
+import logging
 import math
 import operator
 from collections.abc import Sequence
@@ -19,12 +20,14 @@ from dloop.judge import PLAIN, Match, Reject, Sampler
 from dloop.loop import Limits
 from dloop.sampling import Sampling, fresh_seed
 from dloop.targets.hf import HFTarget
-from dloop.targets.recurrent import NO_BRANCHES
+from dloop.targets.recurrent import NO_BRANCHES, ONE_PATH
 from dloop.trees.shape import TreeShape
 from dloop.types import GREEDY_BELOW
 
 MOST_DEPTH = 1024  # tokens of a stage
 DEPTH_FLAGS = {"eagle3": "draft_depth", MTP_FAMILY: "mtp_k", GEMMA_FAMILY: "mtp_k"}  # what says how many, by family
+
+log = logging.getLogger("dloop")
 
 Verify = Literal["auto", "match", "reject"]
 Budget = int | Literal["host"]
@@ -89,21 +92,21 @@ def check_types(settings: Settings) -> None:
         raise UserError(f"exact={settings.exact!r} must be True, False or 'auto'")
 
 
-def shaped(drafter: HostDrafter | None, settings: Settings) -> HostDrafter | None:
-    """The drafter with stages as long, and trees as large, as the settings ask for."""
+def shaped(drafter: HostDrafter | None, settings: Settings, target: HFTarget) -> HostDrafter | None:
+    """The drafter with stages as long, and trees as large, as the settings ask for on this target."""
     if drafter is None:
         return None
-    drafter = drafter.with_trees(trees_of(settings, drafter))
+    drafter = drafter.with_trees(trees_of(settings, drafter.family, target))
     if not isinstance(drafter, ChainDrafter):
         return drafter
     depth = getattr(settings, DEPTH_FLAGS[drafter.family])
     return drafter if depth is None else drafter.at_depth(operator.index(depth))
 
 
-def trees_of(settings: Settings, drafter: HostDrafter) -> TreeShape | None:
+def trees_of(settings: Settings, family: str, target: HFTarget) -> TreeShape | None:
     """The trees that the settings ask for; None: every stage is a chain."""
-    rule = TREES.get(drafter.family)
-    if rule is None or not (first := budget_of(settings.tree_budget, rule.first)):
+    rule = rule_of(family, target)
+    if not (first := budget_of(settings.tree_budget, rule.first)):
         return None
     return TreeShape(
         budget=first - rule.root,
@@ -112,6 +115,18 @@ def trees_of(settings: Settings, drafter: HostDrafter) -> TreeShape | None:
         width=operator.index(settings.tree_width),
         beta=float(settings.tree_beta),
     )
+
+
+def rule_of(family: str, target: HFTarget) -> TreeRule:
+    """The family's trees on this target: by default none where it cannot verify branches."""
+    rule = TREES.get(family, NO_TREES)
+    return rule if target.forks else rule._replace(first=0, further=0)
+
+
+def tell_chains(name: str, family: str, target: HFTarget) -> None:
+    """Say that a family whose stages are trees drafts chains for this target, where that is so."""
+    if TREES.get(family, NO_TREES).first and not rule_of(family, target).first:
+        log.warning("%s drafts chains (tree_budget 0), not its trees: %s %s", name, target.name, ONE_PATH)
 
 
 def budget_of(given: Budget, host: int) -> int:
@@ -130,11 +145,11 @@ def judge_of(
 ) -> Match | Reject:
     """Greedy decoding has one rule, and plain decoding rejects nothing. With a temperature, "auto" is rejection
     sampling where tokens are drafted left to right; DFlash's rows do not see one another's tokens, and drawing them
-    would cost acceptance: "match". So are trees. `sampler`: the target's.
+    would cost acceptance: "match". So are trees. `sampler`: the target's; `drafter` is as `shaped` gives it.
     """
     if drafter is None or sampling.is_greedy or settings.verify == "match":
         return Match(sampling, sampler)
-    together = drafter.family == "dflash" or trees_of(settings, drafter) is not None
+    together = drafter.family == "dflash" or drafter.trees is not None
     return Match(sampling, sampler) if settings.verify == "auto" and together else Reject(sampling, sampler)
 
 
@@ -188,9 +203,9 @@ def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_t
 def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafter | None) -> None:
     """Options that nothing here can honour are refused by name, never ignored."""
     refuse_trees(settings)
-    refuse_branches(settings, target, drafter)
+    refuse_branches(settings, target)
     if drafter is not None:
-        refuse_trees_of(settings, drafter.family)
+        refuse_trees_of(settings, drafter.family, target)
     refuse_depth(settings, drafter)
     if settings.verify not in get_args(Verify):
         raise UserError(f"verify={settings.verify!r} is not known; choose one of {', '.join(get_args(Verify))}")
@@ -201,12 +216,10 @@ def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafte
         )
 
 
-def refuse_branches(settings: Settings, target: HFTarget, drafter: HostDrafter | None) -> None:
-    """Raises UserError for a tree, asked for or the family's default, on a target that follows one path."""
-    rule = TREES.get(drafter.family if drafter else "", NO_TREES)
-    first, further = budget_of(settings.tree_budget, rule.first), budget_of(settings.stage_tree_budget, 0)
-    for name, nodes in (("tree_budget", first), ("stage_tree_budget", further)):
-        if nodes and not target.forks:
+def refuse_branches(settings: Settings, target: HFTarget) -> None:
+    """Raises UserError for a tree that was asked for, on a target that follows one path."""
+    for name in ("tree_budget", "stage_tree_budget"):
+        if (nodes := budget_of(getattr(settings, name), 0)) and not target.forks:
             raise UserError(f"{name}={nodes}: {target.name} {NO_BRANCHES}")
 
 
@@ -227,9 +240,9 @@ def refuse_trees(settings: Settings) -> None:
         raise UserError(f"tree_beta={settings.tree_beta} must be at most 0: a deeper node may not outrank its parent")
 
 
-def refuse_trees_of(settings: Settings, family: str) -> None:
+def refuse_trees_of(settings: Settings, family: str, target: HFTarget) -> None:
     """Raises UserError for tree settings that do not fit the family, or one another."""
-    rule = TREES.get(family, NO_TREES)
+    rule = rule_of(family, target)
     first = budget_of(settings.tree_budget, rule.first)
     if first and family not in TREES:
         raise UserError(f"tree_budget={first}: trees are not offered for {family}; use 0 or 'host' (a chain)")

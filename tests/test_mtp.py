@@ -226,8 +226,8 @@ def test_a_stage_is_as_long_as_mtp_k_says(target):
     for other in (tiny_drafter(target), tiny_drafter(target, family="eagle3"), None):
         with pytest.raises(UserError, match="mtp_k=3 does not apply"):
             dloop.generate(target, other, PROMPT, 4, mtp_k=3, tree_budget=0)
-    with pytest.raises(UserError, match="tree_budget=60: .* recurrent layers"):  # EAGLE-3's default is no silent chain
-        dloop.generate(target, tiny_drafter(target, family="eagle3"), PROMPT, 4)
+    with pytest.raises(UserError, match="tree_budget=60: .* recurrent layers"):
+        dloop.generate(target, tiny_drafter(target, family="eagle3"), PROMPT, 4, tree_budget=60)
     with pytest.raises(UserError, match="tree_budget=8: .* recurrent layers"):
         dloop.generate(target, drafter, PROMPT, 4, tree_budget=8)
 

@@ -11,7 +11,7 @@ from dloop.api import Generation, collect, start
 from dloop.certificate.findings import Fault, Kind, Pair, Part
 from dloop.certificate.margins import Keeping, deviation, near_tie, scores_of
 from dloop.drafters.host import HostDrafter
-from dloop.settings import Settings, sampling_of
+from dloop.settings import Settings, sampling_of, shaped
 from dloop.targets.hf import HFTarget
 from dloop.types import Sampling
 
@@ -70,7 +70,7 @@ class Place:
 
 def decode_text(pair: Pair, drafter: HostDrafter | None, prompt: list[int], settings: Settings) -> Text:
     """Decode by the pair's own rule, keeping every row that a token was chosen from."""
-    judge = Keeping(pair.judge_of(settings, sampling_of(settings), drafter))
+    judge = Keeping(pair.judge_of(settings, sampling_of(settings), shaped(drafter, settings, pair.target)))
     generation = collect(start(pair.target, drafter, prompt, settings, judge))
     return Text(generation.tokens, judge.rows[: len(generation.tokens)], generation)
 

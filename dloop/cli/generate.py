@@ -63,7 +63,9 @@ class Decoding(Common):
     )
 
     tree_budget: int | Literal["host"] = option(
-        "host", "nodes of the first stage's tree; 0 is a chain; host: EAGLE-3 60 with the root, others 0", group=TREES
+        "host",
+        "nodes of the first stage's tree; 0 is a chain; host: EAGLE-3 60 with the root (0 on Qwen3.5), others 0",
+        group=TREES,
     )
     stage_tree_budget: int | Literal["host"] = option(
         "host", "nodes of each further stage's tree; 0 is a chain; host: EAGLE-3 48, DFlash 64, others 0", group=TREES
