@@ -266,11 +266,12 @@ def refuse_trees_of(settings: Settings, family: str, target: HFTarget) -> None:
 
 
 def refuse_depth(settings: Settings, drafter: HostDrafter | None) -> None:
-    """Raises UserError for a depth that the drafter has not."""
-    family = drafter.family if drafter else "plain decoding"
+    """Raises UserError for a depth that no drafter has, or not this one; plain decoding has none and ignores it."""
     for flag in sorted(set(DEPTH_FLAGS.values())):
         depth = getattr(settings, flag)
-        if depth is not None and DEPTH_FLAGS.get(family) != flag:
-            raise UserError(f"{flag}={depth} does not apply to {family}; leave it out")
-        if depth is not None and not 1 <= depth <= MOST_DEPTH:
+        if depth is None:
+            continue
+        if not 1 <= depth <= MOST_DEPTH:
             raise UserError(f"{flag}={depth} must be at least 1 and at most {MOST_DEPTH}")
+        if drafter is not None and DEPTH_FLAGS.get(drafter.family) != flag:
+            raise UserError(f"{flag}={depth} does not apply to {drafter.family}; leave it out")

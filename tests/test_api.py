@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dloop
+from dloop.batch import generate_many
 from dloop.errors import UserError
 from dloop.settings import Settings
 from dloop.testing import good_drafter, tiny_target
@@ -251,6 +252,21 @@ def test_one_set_of_arguments_drives_both(target, drafter):
         dloop.generate(target, drafter, PROMPT, **both).tokens
         == dloop.generate_autoregressive(target, PROMPT, **both).tokens
     )
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_plain_decoding_checks_the_length_of_a_stage_and_drafts_nothing(target):
+    plain = dloop.generate_autoregressive(target, PROMPT, 8).tokens
+    for name in ("draft_depth", "mtp_k"):
+        for value in (1, np.int64(3), 1024):
+            given = {name: value}
+            assert dloop.generate_autoregressive(target, PROMPT, 8, **given).tokens == plain
+            assert dloop.generate(target, None, PROMPT, 8, **given).tokens == plain
+            many = generate_many(target, None, [PROMPT], Settings(max_new_tokens=8, **given))
+            assert [done.tokens for done in many] == [plain]
+        for value in (0, -1, 1025, "3", 1.5, True):
+            with pytest.raises(UserError, match=f"{name}={value!r} must be"):
+                dloop.generate_autoregressive(target, PROMPT, 8, **{name: value})
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -223,7 +223,7 @@ def test_a_stage_is_as_long_as_mtp_k_says(target):
         dloop.generate(target, drafter, PROMPT, 4, mtp_k=0)
     with pytest.raises(UserError, match="draft_depth=3 does not apply to mtp-qwen3.5"):
         dloop.generate(target, drafter, PROMPT, 4, draft_depth=3)
-    for other in (tiny_drafter(target), tiny_drafter(target, family="eagle3"), None):
+    for other in (tiny_drafter(target), tiny_drafter(target, family="eagle3")):
         with pytest.raises(UserError, match="mtp_k=3 does not apply"):
             dloop.generate(target, other, PROMPT, 4, mtp_k=3, tree_budget=0)
     with pytest.raises(UserError, match="tree_budget=60: .* recurrent layers"):
