@@ -19,9 +19,9 @@ from dloop import checkpoint
 from dloop.detect import check_heads, check_pair, detect_family
 from dloop.drafters.config import BlockConfig, Json
 from dloop.drafters.families import READERS, build, named
-from dloop.drafters.host import HostConfig, PublishedConfig
+from dloop.drafters.host import EMBEDDING, HEAD, HostConfig, PublishedConfig
 from dloop.errors import UserError
-from dloop.load import DEMO, EMBEDDING, HEAD
+from dloop.load import DEMO
 from dloop.targets.hf import HFTarget
 from dloop.types import Vocabulary
 

@@ -11,6 +11,7 @@ from dloop.cli.main import entry
 from dloop.drafters.config import read_dspark
 from dloop.drafters.families import READERS
 from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
+from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.export import EMBEDDING, HEAD, early, flat, nested
 from dloop.load import load_drafter, load_target
 from dloop.testing import tiny_drafter, tiny_target, write_drafter, write_target
@@ -129,6 +130,14 @@ def test_a_vocabulary_of_its_own_is_not_lost(folders, tmp_path, capsys):
     assert "lm_head.weight is not its target's" in capsys.readouterr().err
     assert exported(folders, tmp_path / "own", "deepspec", tmp_path / "copy") == 0
     assert same(read_tensors(tmp_path / "copy"), tensors)
+
+
+def test_a_head_s_copy_of_the_vocabulary_is_left_out(folders, tmp_path, capsys):
+    head, target = read_tensors(folders / MTP_FAMILY), load_target(str(folders / "target"), "bfloat16")
+    merged = head | {"mtp." + EMBEDDING: target.vocabulary.embedding}
+    write_checkpoint(tmp_path / "merged", config(folders / MTP_FAMILY), merged)
+    assert exported(folders, tmp_path / "merged", "specforge", tmp_path / "out") == 0
+    assert same(read_tensors(tmp_path / "out"), head)
 
 
 def test_what_is_there_is_only_replaced_when_asked(folders, tmp_path, capsys):

@@ -14,7 +14,7 @@ from dloop.drafters.block import BlockDrafter, BlockModel
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.families import READERS, build, named
 from dloop.errors import UserError
-from dloop.load import own_vocabulary
+from dloop.own_vocabulary import own_vocabulary
 from dloop.targets.hf import HFTarget
 
 CAUSES: dict[str, Cause] = {  # of a misfit, by its key in config.json
