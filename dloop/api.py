@@ -10,8 +10,8 @@ from dloop.chat import Growing, Message, Tokenizer, encode_prompt, is_text
 from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.gate import FixedGate, Gate, GateSum
-from dloop.load import check_pair
 from dloop.loop import Judge, Session, decode, run_one
+from dloop.misfits import check_pair
 from dloop.settings import (
     Budget,
     Settings,

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from dloop import checkpoint
 from dloop.checkpoint import brief
-from dloop.detect import BLOCK_FAMILIES, check_heads, check_pair, check_target, detect_family
+from dloop.detect import BLOCK_FAMILIES, check_heads, check_target, detect_family
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.config import MAX_BASE, Json
@@ -21,6 +21,7 @@ from dloop.drafters.gap import READINGS
 from dloop.drafters.host import HostDrafter
 from dloop.drafters.mtp import is_mtp, no_head
 from dloop.errors import UserError
+from dloop.misfits import check_pair
 from dloop.own_vocabulary import own_vocabulary
 from dloop.settings import tell_chains
 from dloop.targets.adapters import adapter_of

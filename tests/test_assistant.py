@@ -241,6 +241,7 @@ def test_an_assistant_fits_its_target_alone(target, home, copy):
         ({"backbone_hidden_size": 40}, "expects hidden size 40"),
         ({"text": {"head_dim": 4}}, "expects head_dim 4 of sliding_attention, tiny gemma4 has 8"),
         ({"text": {"num_global_key_value_heads": 2}}, "expects heads 2 of full_attention, tiny gemma4 has 1"),
+        ({"text": {"sliding_window": 9}}, "expects window 9 of sliding_attention, tiny gemma4 has 7"),
         ({"text": {"rope_parameters": moved}}, "expects rope_theta 50000 of sliding_attention"),
     ]:
         shutil.copy(home / "assistant" / "config.json", copy / "config.json")

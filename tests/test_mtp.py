@@ -267,6 +267,10 @@ def test_a_head_fits_its_target_alone(target, home, tmp_path):
         ({"vocab_size": 98}, "a vocabulary of 98 tokens"),
         ({"num_hidden_layers": 5}, "trained on a target of 5 layers"),
         ({"rope_parameters": raw["rope_parameters"] | {"rope_theta": 5e5}}, "RoPE base 500000"),
+        (
+            {"rope_parameters": raw["rope_parameters"] | {"partial_rotary_factor": 1.0}},
+            "turns 1 of each head with the position, .* 0.5; correct partial_rotary_factor",
+        ),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(raw | change))
         with pytest.raises(UserError, match=message):
@@ -274,6 +278,13 @@ def test_a_head_fits_its_target_alone(target, home, tmp_path):
     for words, message in [({"gap_rows": "position"}, "leaves no gap"), ({"rope_theta": 7.0}, "does not apply to mtp")]:
         with pytest.raises(UserError, match=message):
             dloop.load_drafter(str(home / "head"), target, **words)
+    plain, head = tiny_target("qwen3", num_layers=3), dloop.load_drafter(str(home / "head"), target)
+    for refused in (
+        lambda: dloop.load_drafter(str(home / "head"), plain),
+        lambda: dloop.generate(plain, head, PROMPT, 4),
+    ):
+        with pytest.raises(UserError, match="is a head of Qwen3.5, tiny qwen3 is a qwen3 model; use a drafter"):
+            refused()
 
 
 # What is drafted
