@@ -176,7 +176,7 @@ def generate(
         stop_token_ids: "model" takes the target's own.
         tree_budget, stage_tree_budget, topk_k, tree_width, tree_beta, draft_depth, mtp_k: for the families that have
             them; a value the family cannot honour is refused. Budgets "host" are the family's published ones, and 0 on
-            a target that cannot verify branches (Qwen3.5).
+            a target that cannot verify branches (Qwen3.5). topk_k and tree_width are at most 1024.
         exact: bit-identical decoding; "auto" takes it where it is offered.
 
     Raises UserError naming the value, the reason and the way out.

@@ -103,7 +103,7 @@ def is_drafter(raw: Json) -> bool:
     """Whether a config has fields that only drafters have."""
     own = ("dflash_config", "target_layer_ids", "block_size", "draft_vocab_size")
     named = raw.get("architectures") == [EAGLE3_ARCHITECTURES[0]] or raw.get("model_type") in ASSISTANTS
-    return named or any(key in raw for key in own)
+    return named or any(raw.get(key) is not None for key in own)
 
 
 def of_layers(raw: Json) -> str:
@@ -175,7 +175,7 @@ def foreign(raw: Json, architecture: str) -> str | None:
         nested.get(key, raw.get(key)) for key in ("conv_kernel_size", "selector_rank")
     ):
         return "a DFlash 2 drafter (another model than DFlash)"
-    if "speculators_model_type" in raw or "transformer_layer_config" in raw:
+    if any(raw.get(key) is not None for key in ("speculators_model_type", "transformer_layer_config")):
         return "a drafter in vLLM's speculators format; convert it to its published host format"
     if architecture in DEEPSPEC_EAGLE3:
         return (

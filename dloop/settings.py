@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
+from dloop.checkpoint import brief
 from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
 from dloop.drafters.host import HostDrafter
@@ -51,6 +52,7 @@ TREES = {
     "eagle3": TreeRule(60, 48, ("topk_k",), root=1),
 }
 MOST_NODES = 4096  # of one stage's tree
+MOST_WIDTH = 1024  # candidates or nodes of one depth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +89,14 @@ def check_types(settings: Settings) -> None:
         for name in names:
             value = getattr(settings, name)
             if not isinstance(value, kind) or isinstance(value, bool):
-                raise UserError(f"{name}={value!r} must be {what}")
-    if not (isinstance(settings.exact, bool) or settings.exact == "auto"):
-        raise UserError(f"exact={settings.exact!r} must be True, False or 'auto'")
+                raise UserError(f"{name}={brief(value)} must be {what}")
+    if not (isinstance(settings.exact, bool) or is_word(settings.exact, "auto")):
+        raise UserError(f"exact={brief(settings.exact)} must be True, False or 'auto'")
+
+
+def is_word(value: object, *words: str) -> bool:
+    """Whether a value is one of these words; arrays, say, compare otherwise than by one answer."""
+    return isinstance(value, str) and value in words
 
 
 def shaped(drafter: HostDrafter | None, settings: Settings, target: HFTarget) -> HostDrafter | None:
@@ -157,19 +164,28 @@ def limits_of(settings: Settings, target: HFTarget, drafter: HostDrafter | None)
     """When to stop; "model": the target's own stop tokens. Past either model's last position nothing is drafted."""
     if settings.max_stages < 1:
         raise UserError(f"max_stages={settings.max_stages} must be at least 1")
-    given = settings.stop_token_ids
-    try:
-        stops = target.stop_ids if isinstance(given, str) else frozenset(given)
-    except TypeError as error:
-        raise UserError(f"stop_token_ids={given!r} must be 'model' or a list of ids") from error
-    outside = [token for token in stops if not 0 <= token < target.vocab_size]
-    if outside or (isinstance(given, str) and given != "model"):
-        raise UserError(f"stop_token_ids={given!r} must be 'model' or ids below {target.vocab_size}")
     reach = drafter.max_positions if drafter else None
     context = target.context if reach is None else min(target.context, reach)
     return Limits(
-        max_new_tokens=settings.max_new_tokens, stop_ids=stops, max_stages=settings.max_stages, context=context
+        max_new_tokens=settings.max_new_tokens,
+        stop_ids=stops_of(settings, target),
+        max_stages=settings.max_stages,
+        context=context,
     )
+
+
+def stops_of(settings: Settings, target: HFTarget) -> frozenset[int]:
+    """The tokens that end a text. Raises UserError for what are no ids of the target."""
+    given = settings.stop_token_ids
+    if is_word(given, "model"):
+        return target.stop_ids
+    try:
+        stops = {-1 if isinstance(token, str | bool) else operator.index(token) for token in given}
+    except (TypeError, ValueError):  # no list, or of things that are no ids; ValueError: of several in one
+        stops = {-1}
+    if not all(0 <= token < target.vocab_size for token in stops):
+        raise UserError(f"stop_token_ids={brief(given)} must be 'model' or a list of ids below {target.vocab_size}")
+    return frozenset(stops)
 
 
 def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_tokens: int) -> list[int]:
@@ -181,7 +197,7 @@ def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_t
         prompt = [operator.index(token) for token in given]  # NumPy's integers too
     except TypeError as error:
         raise UserError(
-            f"prompt_ids must be a list of token ids, not {prompt_ids!r:.40}; tokenize text first"
+            f"prompt_ids must be a list of token ids, not {brief(prompt_ids)}; tokenize text first"
         ) from error
     if not prompt:
         raise UserError("the prompt is empty; give at least one token")
@@ -207,8 +223,9 @@ def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafte
     if drafter is not None:
         refuse_trees_of(settings, drafter.family, target)
     refuse_depth(settings, drafter)
-    if settings.verify not in get_args(Verify):
-        raise UserError(f"verify={settings.verify!r} is not known; choose one of {', '.join(get_args(Verify))}")
+    for name, words in (("verify", get_args(Verify)), ("gate_sum", get_args(GateSum))):
+        if not is_word(getattr(settings, name), *words):
+            raise UserError(f"{name}={brief(getattr(settings, name))} is not known; choose one of {', '.join(words)}")
     if settings.exact is True and not target.is_exact:
         raise UserError(
             f"exact=True needs the fast path's kernels (bfloat16 on a Hopper GPU or newer); {target.name} runs in "
@@ -231,11 +248,13 @@ def refuse_trees(settings: Settings) -> None:
             count = -1 if isinstance(value, bool) else operator.index(value)
         except TypeError:
             count = -1
-        if value != "host" and not 0 <= count <= MOST_NODES:
-            raise UserError(f"{name}={value!r} must be 'host' or a number of nodes from 0 (a chain) to {MOST_NODES}")
+        if not is_word(value, "host") and not 0 <= count <= MOST_NODES:
+            raise UserError(
+                f"{name}={brief(value)} must be 'host' or a number of nodes from 0 (a chain) to {MOST_NODES}"
+            )
     for name in ("topk_k", "tree_width"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"{name}={getattr(settings, name)} must be at least 1")
+        if not 1 <= getattr(settings, name) <= MOST_WIDTH:
+            raise UserError(f"{name}={getattr(settings, name)} must be at least 1 and at most {MOST_WIDTH}")
     if not (settings.tree_beta <= 0 and math.isfinite(settings.tree_beta)):
         raise UserError(f"tree_beta={settings.tree_beta} must be at most 0: a deeper node may not outrank its parent")
 

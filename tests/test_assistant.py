@@ -210,6 +210,13 @@ FAULTS = {
     "shape": (lambda t: t.update({"post_projection.weight": torch.ones(3, 3)}), "has wrongly shaped"),
     "nan": (lambda t: t["model.norm.weight"].fill_(float("nan")), "NaN"),
     "untied": (lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, 24)}), "to which it is tied"),
+    "order-of-none": (lambda t: t.update({ORDERING: torch.tensor(1)}), "does not name every token once"),
+    "order-of-fractions": (lambda t: t.update({ORDERING: torch.arange(VOCAB) + 0.5}), "does not name every token once"),
+    "order-of-bytes": (lambda t: t.update({ORDERING: torch.ones(3).to(torch.float8_e4m3fn)}), "does not name every"),
+    "quantised": (
+        lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].to(torch.float8_e4m3fn)}),
+        "to which it is tied",
+    ),
     "another's": (lambda t: t.update({"mtp.fc.weight": torch.ones(1)}), "its tensor mtp.fc.weight is mtp-qwen3.5's"),
 }
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dloop.checkpoint import brief
+from dloop.checkpoint import brief, identical
 from dloop.drafters.chain import Attend, ChainModel
 from dloop.drafters.config import Json, Reader
 from dloop.drafters.host import EMBEDDING, HEAD, PublishedConfig, as_published
@@ -61,7 +61,7 @@ def read_mtp(raw: Json, source: str) -> MTPConfig:
     reader = Reader(cast(Json, text) if isinstance(text, Mapping) else raw, source)
     said = reader.raw
     for key, taken in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False), ("hidden_act", "silu")):
-        if said.get(key, taken) != taken:
+        if said.get(key) not in (None, taken):
             raise reader.fail(
                 f"{key}={brief(said[key])} is another head, which is not supported; use one with {taken}, as Qwen3.5's"
             )
@@ -105,7 +105,7 @@ def with_prefix(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]
     for name in head_names(tensors):
         bare = name.removeprefix(PREFIX)
         key = COPIES.get(bare, PREFIX + bare)
-        if key in found and not torch.equal(found[key], tensors[name]):
+        if key in found and not identical(found[key], tensors[name]):
             raise UserError(f"{source} stores {key} twice, with different values; fetch it again")
         found[key] = tensors[name]
     return found
