@@ -767,6 +767,9 @@ def test_the_published_flags_and_defaults_arrive(capsys):
     for length in ("0", "-1", "9999"):
         with pytest.raises(UserError, match=f"^--ttt-length {length} must be a length from 1 to 1024; leave it out"):
             meant(*QWEN, "--ttt-length", length)
+    for flag in ("--max-num-steps", "--draft-accumulation-steps"):
+        with pytest.raises(UserError, match=f"^{flag} 0 must be at least 1$"):
+            meant(*QWEN, flag, "0")
     assert "tokenised once" in capsys.readouterr().err
 
 
