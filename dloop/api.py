@@ -10,8 +10,8 @@ from dloop.chat import Growing, Message, Tokenizer, encode_prompt, is_text
 from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.gate import FixedGate, Gate, GateSum
-from dloop.load import check_pair
 from dloop.loop import Judge, Session, decode, run_one
+from dloop.misfits import check_pair
 from dloop.settings import (
     Budget,
     Settings,
@@ -175,7 +175,8 @@ def generate(
             another's tokens, as in DFlash).
         stop_token_ids: "model" takes the target's own.
         tree_budget, stage_tree_budget, topk_k, tree_width, tree_beta, draft_depth, mtp_k: for the families that have
-            them; a value the family cannot honour is refused.
+            them; a value the family cannot honour is refused. Budgets "host" are the family's published ones, and 0 on
+            a target that cannot verify branches (Qwen3.5). topk_k and tree_width are at most 1024.
         exact: bit-identical decoding; "auto" takes it where it is offered.
 
     Raises UserError naming the value, the reason and the way out.
@@ -225,7 +226,7 @@ def start(
     `judge` replaces the one the settings ask for.
     """
     check_request(target, drafter, settings)
-    drafter = shaped(drafter, settings)
+    drafter = shaped(drafter, settings, target)
     tokenizer = target.tokenizer if is_text(prompt_ids) else None
     ids = encode_prompt(prompt_ids, tokenizer, target.name) if is_text(prompt_ids) else prompt_ids
     prompt = check_prompt(cast(Sequence[int] | Tensor, ids), target, settings.max_new_tokens)

@@ -59,7 +59,7 @@ def generate_numbered(
     if live < 1:
         raise UserError(f"live={live} must be at least 1")
     check_request(target, drafter, settings)
-    drafter = shaped(drafter, settings)
+    drafter = shaped(drafter, settings, target)
     sampling = sampling_of(settings)
     if drafter is None and target.engine == "fast" and target.is_exact:
         yield from on_device(target, numbered, settings, sampling, live)

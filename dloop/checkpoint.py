@@ -75,8 +75,8 @@ def reason(error: BaseException) -> str:
 
 
 def brief(value: object) -> str:
-    """A value from a file as errors show it: however large or deeply nested, a short piece of one line."""
-    return SHORT.repr(value)
+    """A value as errors show it: however large or deeply nested, a short piece of one line."""
+    return SHORT.repr(value).replace("\n", " ")
 
 
 def read_json(path: Path, what: str) -> dict[str, object]:
@@ -202,6 +202,11 @@ def check_values(source: str, tensors: Mapping[str, Tensor]) -> None:
     odd = [f"{name} ({value.dtype})" for name, value in tensors.items() if value.dtype not in PLAIN_DTYPES]
     complain(source, "has quantised", odd, UNQUANTISED)
     check_finite(source, tensors)
+
+
+def identical(one: Tensor, other: Tensor) -> bool:
+    """Whether two stored tensors are the same; those of other types are not, which may not even be comparable."""
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def check_finite(source: str, tensors: Mapping[str, Tensor]) -> None:

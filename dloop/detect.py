@@ -1,19 +1,17 @@
 """What a config says its checkpoint is: a target that can be decoded exactly, or a drafter and of which family."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple, cast
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import cast
 
 from dloop.checkpoint import brief
-from dloop.drafters.config import DEEPSPEC_ARCHITECTURES, LIMITS, BlockConfig, Json, Reader, fully_attends
+from dloop.drafters.config import DEEPSPEC_ARCHITECTURES, LIMITS, Json, Reader, fully_attends
 from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
 from dloop.drafters.gemma4_config import MODEL_TYPES as ASSISTANTS
-from dloop.drafters.host import HostConfig
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.drafters.mtp import is_mtp
 from dloop.errors import UserError
 from dloop.targets import gemma4
 from dloop.targets.adapters import TARGETS
-from dloop.targets.hf import HFTarget
 from dloop.targets.recurrent import LINEAR, RECURRENT
 
 BLOCK_FAMILIES = ("dflash", "dspark", "domino")
@@ -105,7 +103,7 @@ def is_drafter(raw: Json) -> bool:
     """Whether a config has fields that only drafters have."""
     own = ("dflash_config", "target_layer_ids", "block_size", "draft_vocab_size")
     named = raw.get("architectures") == [EAGLE3_ARCHITECTURES[0]] or raw.get("model_type") in ASSISTANTS
-    return named or any(key in raw for key in own)
+    return named or any(raw.get(key) is not None for key in own)
 
 
 def of_layers(raw: Json) -> str:
@@ -177,7 +175,7 @@ def foreign(raw: Json, architecture: str) -> str | None:
         nested.get(key, raw.get(key)) for key in ("conv_kernel_size", "selector_rank")
     ):
         return "a DFlash 2 drafter (another model than DFlash)"
-    if "speculators_model_type" in raw or "transformer_layer_config" in raw:
+    if any(raw.get(key) is not None for key in ("speculators_model_type", "transformer_layer_config")):
         return "a drafter in vLLM's speculators format; convert it to its published host format"
     if architecture in DEEPSPEC_EAGLE3:
         return (
@@ -201,86 +199,3 @@ def check_heads(family: str, tensors: Iterable[str], name: str) -> None:
                 f"{name}: its config says {family}, its tensor {key} is {owner}'s; correct projector_type and "
                 "architectures in its config.json, or fetch the checkpoint again"
             )
-
-
-class Misfit(NamedTuple):
-    """Why a drafter does not fit a target: the key of its config.json, and the whole message."""
-
-    key: str
-    message: str
-
-
-def misfits(config: HostConfig, target: HFTarget, name: str) -> Iterator[Misfit]:
-    """A drafter fits one target only: every mismatch would lower acceptance silently."""
-    if config.vocab_size != target.vocab_size:
-        yield Misfit(
-            "vocab_size",
-            f"{name} has a vocabulary of {config.vocab_size} tokens, {target.name} one of {target.vocab_size}; "
-            "they must be the same: use the drafter trained for this target",
-        )
-    if config.feature_size != target.hidden_size:
-        yield Misfit(
-            "hidden_size",
-            f"{name} expects hidden size {config.feature_size}, {target.name} has {target.hidden_size}; use its target",
-        )
-    if config.num_target_layers != target.num_layers:
-        yield Misfit(
-            "num_target_layers",
-            f"{name} was trained on a target of {config.num_target_layers} layers, {target.name} has "
-            f"{target.num_layers}; use the drafter trained for this target",
-        )
-    taps = config.target_layer_ids
-    if config.reads_layers and (
-        not taps or list(taps) != sorted(set(taps)) or taps[-1] >= target.num_layers - 1 or taps[0] < -1
-    ):
-        yield Misfit(
-            "target_layer_ids",
-            f"{name} taps the layers {brief(list(taps))} of a target with layers 0..{target.num_layers - 1}; taps must "
-            f"increase and stay below {target.num_layers - 1} (the last layer's state is normed): use its target",
-        )
-    yield from turned_otherwise(config, target, name)
-    if isinstance(config, BlockConfig) and config.mask_token_id >= config.vocab_size:
-        yield Misfit(
-            "mask_token_id",
-            f"{name}: mask_token_id={config.mask_token_id} is out of range; the vocabulary has "
-            f"{config.vocab_size} tokens: correct config.json",
-        )
-
-
-def turned_otherwise(config: HostConfig, target: HFTarget, name: str) -> Iterator[Misfit]:
-    """RoPE must be the target's; a drafter that reads its target's keys must find them as it expects them."""
-    if config.borrows:
-        yield from not_lent(config, target, name)
-    elif config.rope_theta != target.rope_theta and not config.own_rope:
-        yield Misfit(
-            "rope_theta",
-            f"{name} has RoPE base {config.rope_theta:g}, {target.name} {target.rope_theta:g}; a drafter run "
-            "with another base than it was trained with accepts almost nothing: correct rope_theta in its config.json"
-            + ("" if isinstance(config, BlockConfig) else ", or name the right one (--draft-rope-theta)"),
-        )
-
-
-def not_lent(config: HostConfig, target: HFTarget, name: str) -> Iterator[Misfit]:
-    """Keys and values that are not there, or of another shape or rotation."""
-    for kind, wanted in config.borrows.items():
-        given = target.lends.get(kind)
-        if given is None:
-            yield Misfit(
-                "model_type",
-                f"{name} reads keys and values of {kind} that a Gemma 4 target lends, {target.name} lends none; use "
-                "the target it was trained for",
-            )
-            return
-        for key in ("heads", "head_dim", "rope_theta", "turning"):
-            if (ours := getattr(wanted, key)) != (theirs := getattr(given, key)):
-                yield Misfit(
-                    "text_config",
-                    f"{name} expects {key} {ours:g} of {kind}, {target.name} has {theirs:g}; use the drafter trained "
-                    "for this target",
-                )
-
-
-def check_pair(config: HostConfig, target: HFTarget, name: str) -> None:
-    """Refuse a drafter at its first misfit."""
-    for misfit in misfits(config, target, name):
-        raise UserError(misfit.message)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from dloop import checkpoint
-from dloop.detect import check_heads, check_pair, detect_family
+from dloop.detect import check_heads, detect_family
 from dloop.drafters.config import BlockConfig, Json
 from dloop.drafters.families import READERS, build, named
-from dloop.drafters.host import HostConfig, PublishedConfig
+from dloop.drafters.host import EMBEDDING, HEAD, HostConfig, PublishedConfig
 from dloop.errors import UserError
-from dloop.load import DEMO, EMBEDDING, HEAD
+from dloop.load import DEMO
+from dloop.misfits import check_pair
 from dloop.targets.hf import HFTarget
 from dloop.types import Vocabulary
 

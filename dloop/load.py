@@ -7,24 +7,27 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dloop import checkpoint
 from dloop.checkpoint import brief
-from dloop.detect import BLOCK_FAMILIES, check_heads, check_pair, check_target, detect_family
+from dloop.detect import BLOCK_FAMILIES, check_heads, check_target, detect_family
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.config import MAX_BASE, Json
 from dloop.drafters.families import READERS, build, loaded, named, of_family
 from dloop.drafters.gap import READINGS
-from dloop.drafters.host import HostConfig, HostDrafter
+from dloop.drafters.host import HostDrafter
 from dloop.drafters.mtp import is_mtp, no_head
 from dloop.errors import UserError
+from dloop.misfits import check_pair
+from dloop.own_vocabulary import own_vocabulary
+from dloop.settings import tell_chains
 from dloop.targets.adapters import adapter_of
 from dloop.targets.hf import HFTarget
 from dloop.targets.recurrent import RecurrentTarget, tell_path
-from dloop.types import GapRows, Vocabulary
+from dloop.types import GapRows
 
 DTypeName = Literal["float32", "bfloat16"]
 Engine = Literal["auto", "fast", "twin"]
@@ -33,7 +36,6 @@ log = logging.getLogger("dloop")
 
 BUILT_IN = "mtp"
 DEMO = Path(__file__).parent / "demo_drafter"
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FAULTS = {"missing": "is missing", "unexpected": "has unexpected", "mismatched": "has wrongly shaped"}  # transformers'
 
 
@@ -181,6 +183,7 @@ def load_drafter(
     raw = override(raw, family, gap_rows, rope_theta)
     config = READERS[family](raw, f"{name_or_path}/config.json").for_target(target.num_layers)
     check_pair(config, target, name_or_path)
+    tell_chains(name_or_path, family, target)
     stored = of_family(family, checkpoint.tensor_names(folder))
     tensors = named(config, checkpoint.read_tensors(folder, set(stored)), name_or_path)
     check_heads(family, tensors, name_or_path)
@@ -246,38 +249,6 @@ def check_device(device: str) -> torch.device:
     if where.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device={device!r} needs an NVIDIA GPU, and PyTorch sees none; use --device cpu")
     return where
-
-
-def own_vocabulary(config: HostConfig, tensors: dict[str, Tensor], target: HFTarget, name: str) -> Vocabulary:
-    """Take `embed_tokens` and `lm_head` out of the tensors if the layout stores them; else the target's are used.
-
-    A head of the family's own is no part of the vocabulary and stays.
-    """
-    shared = target.vocabulary
-    stored = (EMBEDDING,) if config.own_head else (EMBEDDING, HEAD)
-    keys = [key for key in stored if key in tensors]
-    if keys and len(keys) < len(stored):
-        raise UserError(
-            f"{name} has {keys[0]} but not the other of embed_tokens.weight and lm_head.weight; fetch it again"
-        )
-    own: list[Tensor] = []
-    for key, kept in zip(keys, (shared.embedding, shared.head), strict=False):
-        weight = tensors.pop(key)
-        checkpoint.check_values(name, {key: weight})
-        expected = (len(kept), config.embedding_size)
-        if weight.shape != expected:
-            raise UserError(
-                f"{name}: {key} is {tuple(weight.shape)}; expected {expected} as in {target.name}: use its target"
-            )
-        moved = weight.to(device=target.device, dtype=target.dtype)
-        own.append(kept if torch.equal(moved, kept) else moved)  # equal by construction: keep one copy
-    embedding, head = [*own, *(shared.embedding, shared.head)[len(own) :]]
-    if embedding.shape[1] != config.embedding_size:
-        raise UserError(
-            f"{name} has hidden size {config.hidden_size} and no embed_tokens.weight, and the embedding of "
-            f"{target.name} is {embedding.shape[1]} wide: use the drafter trained for this target"
-        )
-    return Vocabulary(embedding=embedding, head=head, softcap=shared.softcap)
 
 
 def read_stop_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:

@@ -190,13 +190,16 @@ def settle(
     produced: int,
     seconds: tuple[float, float],
 ) -> Round:
-    """Turn a verdict into the round's record: what was accepted, what reached the text, whether that ends it."""
+    """Turn a verdict into the round's record: what was accepted, what reached the text, whether that ends it.
+
+    The laws that drafts were drawn from end with the verdict: each has a value for every token of the vocabulary.
+    """
     accepted = [draft.tokens[node] for node in verdict.path]
     bonus = verdict.bonus if limits.stop_ids.isdisjoint(accepted) else None
     emitted, finish = limits.cut(accepted if bonus is None else [*accepted, bonus], produced)
     return Round(
         context_len=draft.positions[0],
-        draft=draft,
+        draft=replace(draft, probs=[]),
         stage_records=records,
         path=verdict.path,
         bonus=bonus,

@@ -1,5 +1,6 @@
 """What decides a decode besides the models and the prompt: its fields, their checks, and what they are turned into."""
 
+import logging
 import math
 import operator
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
+from dloop.checkpoint import brief
 from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
 from dloop.drafters.host import HostDrafter
@@ -19,12 +21,14 @@ from dloop.judge import PLAIN, Match, Reject, Sampler
 from dloop.loop import Limits
 from dloop.sampling import Sampling, fresh_seed
 from dloop.targets.hf import HFTarget
-from dloop.targets.recurrent import NO_BRANCHES
+from dloop.targets.recurrent import NO_BRANCHES, ONE_PATH
 from dloop.trees.shape import TreeShape
 from dloop.types import GREEDY_BELOW
 
 MOST_DEPTH = 1024  # tokens of a stage
 DEPTH_FLAGS = {"eagle3": "draft_depth", MTP_FAMILY: "mtp_k", GEMMA_FAMILY: "mtp_k"}  # what says how many, by family
+
+log = logging.getLogger("dloop")
 
 Verify = Literal["auto", "match", "reject"]
 Budget = int | Literal["host"]
@@ -48,6 +52,7 @@ TREES = {
     "eagle3": TreeRule(60, 48, ("topk_k",), root=1),
 }
 MOST_NODES = 4096  # of one stage's tree
+MOST_WIDTH = 1024  # candidates or nodes of one depth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,26 +89,31 @@ def check_types(settings: Settings) -> None:
         for name in names:
             value = getattr(settings, name)
             if not isinstance(value, kind) or isinstance(value, bool):
-                raise UserError(f"{name}={value!r} must be {what}")
-    if not (isinstance(settings.exact, bool) or settings.exact == "auto"):
-        raise UserError(f"exact={settings.exact!r} must be True, False or 'auto'")
+                raise UserError(f"{name}={brief(value)} must be {what}")
+    if not (isinstance(settings.exact, bool) or is_word(settings.exact, "auto")):
+        raise UserError(f"exact={brief(settings.exact)} must be True, False or 'auto'")
 
 
-def shaped(drafter: HostDrafter | None, settings: Settings) -> HostDrafter | None:
-    """The drafter with stages as long, and trees as large, as the settings ask for."""
+def is_word(value: object, *words: str) -> bool:
+    """Whether a value is one of these words; arrays, say, compare otherwise than by one answer."""
+    return isinstance(value, str) and value in words
+
+
+def shaped(drafter: HostDrafter | None, settings: Settings, target: HFTarget) -> HostDrafter | None:
+    """The drafter with stages as long, and trees as large, as the settings ask for on this target."""
     if drafter is None:
         return None
-    drafter = drafter.with_trees(trees_of(settings, drafter))
+    drafter = drafter.with_trees(trees_of(settings, drafter.family, target))
     if not isinstance(drafter, ChainDrafter):
         return drafter
     depth = getattr(settings, DEPTH_FLAGS[drafter.family])
     return drafter if depth is None else drafter.at_depth(operator.index(depth))
 
 
-def trees_of(settings: Settings, drafter: HostDrafter) -> TreeShape | None:
+def trees_of(settings: Settings, family: str, target: HFTarget) -> TreeShape | None:
     """The trees that the settings ask for; None: every stage is a chain."""
-    rule = TREES.get(drafter.family)
-    if rule is None or not (first := budget_of(settings.tree_budget, rule.first)):
+    rule = rule_of(family, target)
+    if not (first := budget_of(settings.tree_budget, rule.first)):
         return None
     return TreeShape(
         budget=first - rule.root,
@@ -112,6 +122,18 @@ def trees_of(settings: Settings, drafter: HostDrafter) -> TreeShape | None:
         width=operator.index(settings.tree_width),
         beta=float(settings.tree_beta),
     )
+
+
+def rule_of(family: str, target: HFTarget) -> TreeRule:
+    """The family's trees on this target: by default none where it cannot verify branches."""
+    rule = TREES.get(family, NO_TREES)
+    return rule if target.forks else rule._replace(first=0, further=0)
+
+
+def tell_chains(name: str, family: str, target: HFTarget) -> None:
+    """Say that a family whose stages are trees drafts chains for this target, where that is so."""
+    if TREES.get(family, NO_TREES).first and not rule_of(family, target).first:
+        log.warning("%s drafts chains (tree_budget 0), not its trees: %s %s", name, target.name, ONE_PATH)
 
 
 def budget_of(given: Budget, host: int) -> int:
@@ -130,11 +152,11 @@ def judge_of(
 ) -> Match | Reject:
     """Greedy decoding has one rule, and plain decoding rejects nothing. With a temperature, "auto" is rejection
     sampling where tokens are drafted left to right; DFlash's rows do not see one another's tokens, and drawing them
-    would cost acceptance: "match". So are trees. `sampler`: the target's.
+    would cost acceptance: "match". So are trees. `sampler`: the target's; `drafter` is as `shaped` gives it.
     """
     if drafter is None or sampling.is_greedy or settings.verify == "match":
         return Match(sampling, sampler)
-    together = drafter.family == "dflash" or trees_of(settings, drafter) is not None
+    together = drafter.family == "dflash" or drafter.trees is not None
     return Match(sampling, sampler) if settings.verify == "auto" and together else Reject(sampling, sampler)
 
 
@@ -142,19 +164,28 @@ def limits_of(settings: Settings, target: HFTarget, drafter: HostDrafter | None)
     """When to stop; "model": the target's own stop tokens. Past either model's last position nothing is drafted."""
     if settings.max_stages < 1:
         raise UserError(f"max_stages={settings.max_stages} must be at least 1")
-    given = settings.stop_token_ids
-    try:
-        stops = target.stop_ids if isinstance(given, str) else frozenset(given)
-    except TypeError as error:
-        raise UserError(f"stop_token_ids={given!r} must be 'model' or a list of ids") from error
-    outside = [token for token in stops if not 0 <= token < target.vocab_size]
-    if outside or (isinstance(given, str) and given != "model"):
-        raise UserError(f"stop_token_ids={given!r} must be 'model' or ids below {target.vocab_size}")
     reach = drafter.max_positions if drafter else None
     context = target.context if reach is None else min(target.context, reach)
     return Limits(
-        max_new_tokens=settings.max_new_tokens, stop_ids=stops, max_stages=settings.max_stages, context=context
+        max_new_tokens=settings.max_new_tokens,
+        stop_ids=stops_of(settings, target),
+        max_stages=settings.max_stages,
+        context=context,
     )
+
+
+def stops_of(settings: Settings, target: HFTarget) -> frozenset[int]:
+    """The tokens that end a text. Raises UserError for what are no ids of the target."""
+    given = settings.stop_token_ids
+    if is_word(given, "model"):
+        return target.stop_ids
+    try:
+        stops = {-1 if isinstance(token, str | bool) else operator.index(token) for token in given}
+    except (TypeError, ValueError):  # no list, or of things that are no ids; ValueError: of several in one
+        stops = {-1}
+    if not all(0 <= token < target.vocab_size for token in stops):
+        raise UserError(f"stop_token_ids={brief(given)} must be 'model' or a list of ids below {target.vocab_size}")
+    return frozenset(stops)
 
 
 def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_tokens: int) -> list[int]:
@@ -166,7 +197,7 @@ def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_t
         prompt = [operator.index(token) for token in given]  # NumPy's integers too
     except TypeError as error:
         raise UserError(
-            f"prompt_ids must be a list of token ids, not {prompt_ids!r:.40}; tokenize text first"
+            f"prompt_ids must be a list of token ids, not {brief(prompt_ids)}; tokenize text first"
         ) from error
     if not prompt:
         raise UserError("the prompt is empty; give at least one token")
@@ -188,12 +219,13 @@ def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_t
 def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafter | None) -> None:
     """Options that nothing here can honour are refused by name, never ignored."""
     refuse_trees(settings)
-    refuse_branches(settings, target, drafter)
+    refuse_branches(settings, target)
     if drafter is not None:
-        refuse_trees_of(settings, drafter.family)
+        refuse_trees_of(settings, drafter.family, target)
     refuse_depth(settings, drafter)
-    if settings.verify not in get_args(Verify):
-        raise UserError(f"verify={settings.verify!r} is not known; choose one of {', '.join(get_args(Verify))}")
+    for name, words in (("verify", get_args(Verify)), ("gate_sum", get_args(GateSum))):
+        if not is_word(getattr(settings, name), *words):
+            raise UserError(f"{name}={brief(getattr(settings, name))} is not known; choose one of {', '.join(words)}")
     if settings.exact is True and not target.is_exact:
         raise UserError(
             f"exact=True needs the fast path's kernels (bfloat16 on a Hopper GPU or newer); {target.name} runs in "
@@ -201,12 +233,10 @@ def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafte
         )
 
 
-def refuse_branches(settings: Settings, target: HFTarget, drafter: HostDrafter | None) -> None:
-    """Raises UserError for a tree, asked for or the family's default, on a target that follows one path."""
-    rule = TREES.get(drafter.family if drafter else "", NO_TREES)
-    first, further = budget_of(settings.tree_budget, rule.first), budget_of(settings.stage_tree_budget, 0)
-    for name, nodes in (("tree_budget", first), ("stage_tree_budget", further)):
-        if nodes and not target.forks:
+def refuse_branches(settings: Settings, target: HFTarget) -> None:
+    """Raises UserError for a tree that was asked for, on a target that follows one path."""
+    for name in ("tree_budget", "stage_tree_budget"):
+        if (nodes := budget_of(getattr(settings, name), 0)) and not target.forks:
             raise UserError(f"{name}={nodes}: {target.name} {NO_BRANCHES}")
 
 
@@ -218,18 +248,20 @@ def refuse_trees(settings: Settings) -> None:
             count = -1 if isinstance(value, bool) else operator.index(value)
         except TypeError:
             count = -1
-        if value != "host" and not 0 <= count <= MOST_NODES:
-            raise UserError(f"{name}={value!r} must be 'host' or a number of nodes from 0 (a chain) to {MOST_NODES}")
+        if not is_word(value, "host") and not 0 <= count <= MOST_NODES:
+            raise UserError(
+                f"{name}={brief(value)} must be 'host' or a number of nodes from 0 (a chain) to {MOST_NODES}"
+            )
     for name in ("topk_k", "tree_width"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"{name}={getattr(settings, name)} must be at least 1")
+        if not 1 <= getattr(settings, name) <= MOST_WIDTH:
+            raise UserError(f"{name}={getattr(settings, name)} must be at least 1 and at most {MOST_WIDTH}")
     if not (settings.tree_beta <= 0 and math.isfinite(settings.tree_beta)):
         raise UserError(f"tree_beta={settings.tree_beta} must be at most 0: a deeper node may not outrank its parent")
 
 
-def refuse_trees_of(settings: Settings, family: str) -> None:
+def refuse_trees_of(settings: Settings, family: str, target: HFTarget) -> None:
     """Raises UserError for tree settings that do not fit the family, or one another."""
-    rule = TREES.get(family, NO_TREES)
+    rule = rule_of(family, target)
     first = budget_of(settings.tree_budget, rule.first)
     if first and family not in TREES:
         raise UserError(f"tree_budget={first}: trees are not offered for {family}; use 0 or 'host' (a chain)")
@@ -253,11 +285,12 @@ def refuse_trees_of(settings: Settings, family: str) -> None:
 
 
 def refuse_depth(settings: Settings, drafter: HostDrafter | None) -> None:
-    """Raises UserError for a depth that the drafter has not."""
-    family = drafter.family if drafter else "plain decoding"
+    """Raises UserError for a depth that no drafter has, or not this one; plain decoding has none and ignores it."""
     for flag in sorted(set(DEPTH_FLAGS.values())):
         depth = getattr(settings, flag)
-        if depth is not None and DEPTH_FLAGS.get(family) != flag:
-            raise UserError(f"{flag}={depth} does not apply to {family}; leave it out")
-        if depth is not None and not 1 <= depth <= MOST_DEPTH:
+        if depth is None:
+            continue
+        if not 1 <= depth <= MOST_DEPTH:
             raise UserError(f"{flag}={depth} must be at least 1 and at most {MOST_DEPTH}")
+        if drafter is not None and DEPTH_FLAGS.get(drafter.family) != flag:
+            raise UserError(f"{flag}={depth} does not apply to {drafter.family}; leave it out")

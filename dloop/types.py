@@ -152,7 +152,7 @@ class Draft:
     depth: int  # drafted nodes on the path from the anchor to the tip
     scores: list[float] = field(default_factory=list[float])  # one a stage
     stops: list[int] = field(default_factory=list[int])  # number of nodes after each stage
-    probs: list[Float[Tensor, "_ V"]] = field(default_factory=list[Tensor])  # one a stage, if the drafter samples
+    probs: list[Float[Tensor, "_ V"]] = field(default_factory=list[Tensor])  # one a sampled stage, until judged
 
     @classmethod
     def rooted(cls, anchor: int, position: int) -> "Draft":

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import dloop
+from dloop.batch import generate_many
 from dloop.errors import UserError
 from dloop.settings import Settings
-from dloop.testing import good_drafter, tiny_target
+from dloop.testing import good_drafter, tiny_drafter, tiny_target
 
 PROMPT = [5, 9, 11, 60]
 CONTRACT = {  # system.md 3.2
@@ -64,7 +65,7 @@ def test_plain_decoding_takes_the_same_arguments():
 
 REFUSED = {
     "gate-nan": ({"loop_gate": math.nan}, ["loop_gate=nan", "1.0"]),
-    "gate-sum": ({"gate_sum": "mean"}, ["gate_sum='mean'", "'last' or 'all'"]),
+    "gate-sum": ({"gate_sum": "mean"}, ["gate_sum='mean'", "last, all"]),
     "no-stages": ({"max_stages": 0}, ["max_stages=0", "at least 1"]),
     "no-tokens": ({"max_new_tokens": 0}, ["max_new_tokens=0", "at least 1"]),
     "temperature": ({"temperature": -1.0}, ["temperature=-1.0", ">= 0"]),
@@ -90,6 +91,14 @@ REFUSED = {
     ),
     "mtp-k": ({"mtp_k": 3}, ["mtp_k=3", "dspark", "leave it out"]),
     "draft-depth": ({"draft_depth": 3}, ["draft_depth=3", "dspark"]),
+    "gate-sums": ({"gate_sum": np.array(["last", "all"])}, ["gate_sum=array", "last, all"]),
+    "tree-wide": ({"tree_budget": 5, "tree_width": 1025}, ["tree_width=1025", "at most 1024"]),
+    "tree-wider": ({"topk_k": 10**9}, ["topk_k=1000000000", "at most 1024"]),
+    "tree-budgets": ({"tree_budget": np.array([4, 5])}, ["tree_budget=array([4, 5])", "'host' or a number"]),
+    "tree-budget-rows": ({"tree_budget": np.ones((2, 2))}, ["tree_budget=array(", "'host' or a number"]),
+    "stage-budget-list": ({"stage_tree_budget": [4]}, ["stage_tree_budget=[4]", "'host' or a number"]),
+    "verify-words": ({"verify": np.array(["match", "auto"])}, ["verify=array", "auto, match, reject"]),
+    "verify-none": ({"verify": None}, ["verify=None", "auto, match, reject"]),
     "verify": ({"verify": "maybe"}, ["verify='maybe'", "auto, match, reject"]),
     "text-number": ({"temperature": "0.7"}, ["temperature='0.7'"]),
     "fraction": ({"max_stages": 1.5}, ["max_stages=1.5"]),
@@ -100,6 +109,14 @@ REFUSED = {
     "exact": ({"exact": True}, ["exact=True", "'auto'"]),
     "stop-outside": ({"stop_token_ids": [3, 97]}, ["stop_token_ids=[3, 97]", "97"]),
     "stop-negative": ({"stop_token_ids": [-1]}, ["stop_token_ids=[-1]"]),
+    "stop-letters": ({"stop_token_ids": ["a"]}, ["stop_token_ids=['a']", "ids below 97"]),
+    "stop-fraction": ({"stop_token_ids": [1.5]}, ["stop_token_ids=[1.5]", "ids below 97"]),
+    "stop-flag": ({"stop_token_ids": [True]}, ["stop_token_ids=[True]", "ids below 97"]),
+    "stop-nothing": ({"stop_token_ids": None}, ["stop_token_ids=None", "ids below 97"]),
+    "stop-rows": ({"stop_token_ids": np.ones((2, 2), dtype=int)}, ["stop_token_ids=array(", "ids below 97"]),
+    "stop-nested": ({"stop_token_ids": [[3]]}, ["stop_token_ids=[[3]]", "ids below 97"]),
+    "numbers": ({"temperature": np.ones((2, 2))}, ["temperature=array(", "must be a number"]),
+    "exact-words": ({"exact": np.array(["auto", "auto"])}, ["exact=array", "'auto'"]),
     "stop-text": ({"stop_token_ids": "eos"}, ["stop_token_ids='eos'", "'model'"]),
     "context": ({"max_new_tokens": 253}, ["4 tokens", "max_new_tokens=253", "256 positions", "shorten"]),
 }
@@ -254,10 +271,43 @@ def test_one_set_of_arguments_drives_both(target, drafter):
 
 
 @pytest.mark.usefixtures("unchecked")
+def test_plain_decoding_checks_the_length_of_a_stage_and_drafts_nothing(target):
+    plain = dloop.generate_autoregressive(target, PROMPT, 8).tokens
+    for name in ("draft_depth", "mtp_k"):
+        for value in (1, np.int64(3), 1024):
+            given = {name: value}
+            assert dloop.generate_autoregressive(target, PROMPT, 8, **given).tokens == plain
+            assert dloop.generate(target, None, PROMPT, 8, **given).tokens == plain
+            many = generate_many(target, None, [PROMPT], Settings(max_new_tokens=8, **given))
+            assert [done.tokens for done in many] == [plain]
+        for value in (0, -1, 1025, "3", 1.5, True):
+            with pytest.raises(UserError, match=f"{name}={value!r} must be"):
+                dloop.generate_autoregressive(target, PROMPT, 8, **{name: value})
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_stop_tokens_may_be_any_list_of_whole_numbers(target, drafter):
+    tokens = dloop.generate(target, drafter, PROMPT, 12).tokens
+    stop = tokens[5]
+    for given in ([stop], {stop}, (np.int64(stop),), np.array([stop]), torch.tensor([stop])):
+        out = dloop.generate(target, drafter, PROMPT, 12, stop_token_ids=given)
+        assert out.tokens == tokens[: tokens.index(stop) + 1] and out.finish_reason == "stop"
+
+
+@pytest.mark.usefixtures("unchecked")
 def test_numpy_s_numbers_are_numbers(target, drafter):
     plain = dloop.generate(target, drafter, PROMPT, 8, temperature=1.0, seed=3)
     again = dloop.generate(target, drafter, np.array(PROMPT), 8, temperature=np.float64(1.0), seed=np.int64(3))
     assert plain.tokens == again.tokens
+    assert dloop.generate(target, drafter, PROMPT, 8, tree_budget=np.array(0)).tokens
+
+
+def test_beams_wider_than_the_vocabulary_are_as_wide_as_it(target):
+    """The widest that may be asked for is drafted: 97 tokens are all there are."""
+    plain = dloop.generate_autoregressive(target, PROMPT, 6).tokens
+    for family, name in (("dflash", "topk_k"), ("eagle3", "topk_k"), ("dspark", "tree_width")):
+        wide = tiny_drafter(target, family=family)
+        assert dloop.generate(target, wide, PROMPT, 6, tree_budget=8, **{name: 1024}).tokens == plain
 
 
 @pytest.mark.usefixtures("unchecked")

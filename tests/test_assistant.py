@@ -210,6 +210,13 @@ FAULTS = {
     "shape": (lambda t: t.update({"post_projection.weight": torch.ones(3, 3)}), "has wrongly shaped"),
     "nan": (lambda t: t["model.norm.weight"].fill_(float("nan")), "NaN"),
     "untied": (lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, 24)}), "to which it is tied"),
+    "order-of-none": (lambda t: t.update({ORDERING: torch.tensor(1)}), "does not name every token once"),
+    "order-of-fractions": (lambda t: t.update({ORDERING: torch.arange(VOCAB) + 0.5}), "does not name every token once"),
+    "order-of-bytes": (lambda t: t.update({ORDERING: torch.ones(3).to(torch.float8_e4m3fn)}), "does not name every"),
+    "quantised": (
+        lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].to(torch.float8_e4m3fn)}),
+        "to which it is tied",
+    ),
     "another's": (lambda t: t.update({"mtp.fc.weight": torch.ones(1)}), "its tensor mtp.fc.weight is mtp-qwen3.5's"),
 }
 
@@ -241,6 +248,7 @@ def test_an_assistant_fits_its_target_alone(target, home, copy):
         ({"backbone_hidden_size": 40}, "expects hidden size 40"),
         ({"text": {"head_dim": 4}}, "expects head_dim 4 of sliding_attention, tiny gemma4 has 8"),
         ({"text": {"num_global_key_value_heads": 2}}, "expects heads 2 of full_attention, tiny gemma4 has 1"),
+        ({"text": {"sliding_window": 9}}, "expects window 9 of sliding_attention, tiny gemma4 has 7"),
         ({"text": {"rope_parameters": moved}}, "expects rope_theta 50000 of sliding_attention"),
     ]:
         shutil.copy(home / "assistant" / "config.json", copy / "config.json")

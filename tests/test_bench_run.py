@@ -358,6 +358,13 @@ def test_a_finished_run_is_not_decoded_again_but_extended(tiny, measured, tmp_pa
     assert without_times(summary_in(tmp_path)) == without_times(summary_in(measured))
 
 
+def test_the_baseline_takes_the_flags_of_the_runs_beside_it(tiny, tmp_path, capsys):
+    few = [*tiny.plain_words(tmp_path), "--baseline", "--max-samples", "1"]
+    assert entry([*few, "--draft-depth", "5", "--mtp-k", "3"]) == 0
+    assert entry([*few, "--mtp-k", "0"]) == 2
+    assert "mtp_k=0 must be at least 1 and at most 1024" in capsys.readouterr().err
+
+
 def test_another_run_in_the_same_folder_is_refused(tiny, tmp_path, capsys):
     words = tiny.words(tmp_path, "--max-samples", "2")
     assert entry(words) == 0

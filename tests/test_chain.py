@@ -106,10 +106,14 @@ def test_the_published_configs_are_read():
     assert read_eagle3(resaved, "config").rope_theta == 1e6
     named = read_eagle3({**HUB, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 5, 9]}}, "config")
     assert named.for_target(36).target_layer_ids == (2, 5, 9)
+    twice = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 5, 9]}, "target_layer_ids": [2, 5, 9]}
+    assert read_eagle3({**HUB, **twice}, "config") == named
 
 
 def test_null_is_as_good_as_absent():
     assert read_eagle3({**HUB, "norm_output": None, "hidden_act": None, "layer_types": None}, "config")
+    taps = {"target_layer_ids": None, "eagle_aux_hidden_state_layer_ids": None}
+    assert read_eagle3({**HUB, **taps}, "config") == read_eagle3(HUB, "config")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +137,12 @@ def test_null_is_as_good_as_absent():
         ({"dloop_config": {"rope_theta": "big"}}, "rope_theta='big'"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1] * 500}}, "must name 3 layers"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "low"}}, "layer_ids='low' must be a list"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}, "layer_ids=[2, 18, 33] at the top level may count"),
+        ({"target_layer_ids": [1, 17, 32]}, "target_layer_ids=[1, 17, 32] at the top level may count"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 5, 9]}, "target_layer_ids": [2, 5, 8]},
+            "target_layer_ids=[2, 5, 8]",
+        ),
         ({"attention_bias": "y" * 500}, "attention_bias='yyy"),
         ({"rope_parameters": [1]}, "rope_parameters=[1]"),
         ({"num_key_value_heads": 7}, "num_key_value_heads=7"),
@@ -306,9 +316,8 @@ def test_a_stage_is_as_long_as_asked(target):
     for depth in (0, -1, 5000):
         with pytest.raises(UserError, match=f"draft_depth={depth} must be at least 1"):
             dloop.generate(target, drafter, PROMPT, 4, draft_depth=depth)
-    for other in (tiny_drafter(target), None):
-        with pytest.raises(UserError, match="draft_depth=3 does not apply"):
-            dloop.generate(target, other, PROMPT, 4, draft_depth=3)
+    with pytest.raises(UserError, match="draft_depth=3 does not apply"):
+        dloop.generate(target, tiny_drafter(target), PROMPT, 4, draft_depth=3)
 
 
 def test_the_published_tree_is_the_default(target):
@@ -758,6 +767,9 @@ def test_the_published_flags_and_defaults_arrive(capsys):
     for length in ("0", "-1", "9999"):
         with pytest.raises(UserError, match=f"^--ttt-length {length} must be a length from 1 to 1024; leave it out"):
             meant(*QWEN, "--ttt-length", length)
+    for flag in ("--max-num-steps", "--draft-accumulation-steps"):
+        with pytest.raises(UserError, match=f"^{flag} 0 must be at least 1$"):
+            meant(*QWEN, flag, "0")
     assert "tokenised once" in capsys.readouterr().err
 
 

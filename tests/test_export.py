@@ -11,9 +11,10 @@ from dloop.cli.main import entry
 from dloop.drafters.config import read_dspark
 from dloop.drafters.families import READERS
 from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
+from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.export import EMBEDDING, HEAD, early, flat, nested
 from dloop.load import load_drafter, load_target
-from dloop.testing import tiny_drafter, tiny_target, write_drafter, write_target
+from dloop.testing import CHAIN_KINDS, tiny_drafter, tiny_target, write_drafter, write_target
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama_tied"])
@@ -129,6 +130,18 @@ def test_a_vocabulary_of_its_own_is_not_lost(folders, tmp_path, capsys):
     assert "lm_head.weight is not its target's" in capsys.readouterr().err
     assert exported(folders, tmp_path / "own", "deepspec", tmp_path / "copy") == 0
     assert same(read_tensors(tmp_path / "copy"), tensors)
+
+
+@pytest.mark.skipif(not CHAIN_KINDS, reason="Qwen3.5 needs a newer transformers")
+def test_a_head_s_copy_of_the_vocabulary_is_left_out(tmp_path):
+    target = tiny_target("qwen3_5")
+    write_target(target, tmp_path / "target")
+    write_drafter(tiny_drafter(target, family=MTP_FAMILY), tmp_path / "head", "specforge")
+    head = read_tensors(tmp_path / "head")
+    merged = head | {"mtp." + EMBEDDING: target.vocabulary.embedding}
+    write_checkpoint(tmp_path / "merged", config(tmp_path / "head"), merged)
+    assert exported(tmp_path, tmp_path / "merged", "specforge", tmp_path / "out") == 0
+    assert same(read_tensors(tmp_path / "out"), head)
 
 
 def test_what_is_there_is_only_replaced_when_asked(folders, tmp_path, capsys):

@@ -2,7 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,10 @@ from dloop.detect import BLOCK_FAMILIES, FAMILIES, detect_family
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.families import READERS, build
 from dloop.drafters.gap import READINGS
+from dloop.drafters.host import PublishedConfig
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
-from dloop.testing import KINDS, WINDOW_KINDS, tiny_drafter, tiny_target, write_drafter, write_target
+from dloop.testing import CHAIN_KINDS, KINDS, WINDOW_KINDS, tiny_drafter, tiny_target, write_drafter, write_target
 from dloop.types import StageRequest
 
 PROMPT = [5, 9, 11, 60]
@@ -247,6 +250,59 @@ def test_released_shapes_have_the_released_numbers_of_parameters(form, size):
 
 def test_every_reader_is_of_a_family_that_is_detected():
     assert tuple(READERS) == FAMILIES
+
+
+OPTIONAL = {  # what a config of some family may say beside what is written here, by where it stands
+    "": "hidden_act attention_bias layer_types norm_output rope_scaling dflash_config dloop_config eagle_config "
+    "draft_vocab_size target_hidden_size num_target_layers target_layer_ids eagle_aux_hidden_state_layer_ids "
+    "mtp_use_dedicated_embeddings mtp_num_hidden_layers use_ordered_embeddings tie_word_embeddings shift_label "
+    "pure_draft_prefix_len gru_hidden_dim use_bias_gate use_sliding_window quantization_config fc_norm "
+    "speculators_model_type transformer_layer_config conv_kernel_size",
+    "dloop_config": "gap_rows rope_theta",
+    "eagle_config": "eagle_aux_hidden_state_layer_ids",
+    "rope_parameters": "rope_type type rope_theta partial_rotary_factor",
+    "rope_scaling": "rope_type type rope_theta factor",
+    "dflash_config": "projector_type markov_head_type enable_confidence_head target_layer_ids pure_draft_prefix_len",
+}
+
+
+def objects(raw: dict, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where the objects of a config stand."""
+    yield above
+    for key, value in raw.items():
+        if isinstance(value, dict):
+            yield from objects(value, (*above, key))
+
+
+def part_of(raw: dict, place: tuple[str, ...]) -> dict:
+    """The object that stands there; an empty one is made."""
+    for name in place:
+        raw = raw.setdefault(name, {})
+    return raw
+
+
+def meaning(raw: dict) -> object:
+    """What is read of a config; None where it is refused."""
+    try:
+        family = detect_family(raw, "config", lambda: ["pre_fc_norm_hidden.weight"])
+        config = READERS[family](raw, "config")
+    except UserError:
+        return None
+    return replace(config, published="") if isinstance(config, PublishedConfig) else config
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f in BLOCK_FAMILIES or f == "eagle3" or CHAIN_KINDS])
+def test_null_is_as_good_as_absent_in_every_config(family, tmp_path):
+    owner = {"mtp-qwen3.5": "qwen3_5", "mtp-gemma4": "gemma4"}.get(family, "qwen3")
+    where = write_drafter(tiny_drafter(tiny_target(owner), family=family), tmp_path, "specforge")
+    told = json.loads((where / "config.json").read_text())
+    assert meaning(told) is not None
+    for place in {*objects(told), *((name,) for name in OPTIONAL if name)}:
+        for key in {*part_of(deepcopy(told), place), *OPTIONAL.get(place[-1] if place else "", "").split()}:
+            absent, null = deepcopy(told), deepcopy(told)
+            part_of(absent, place).pop(key, None)
+            part_of(null, place)[key] = None
+            assert meaning(null) == meaning(absent), (place, key)
 
 
 def test_tensors_nested_under_an_early_name_are_found(target, tmp_path):

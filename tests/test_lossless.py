@@ -19,7 +19,7 @@ from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate
 from dloop.judge import Match, Reject, follow
 from dloop.loop import Limits, Session, Target, decode, run_many
 from dloop.sampling import Sampling, gumbel, law, process
-from dloop.settings import TREES, Settings, judge_of
+from dloop.settings import TREES, Settings, judge_of, shaped
 from dloop.targets.gemma4 import Gemma4Memory, Gemma4Target
 from dloop.targets.hf import HFMemory, HFTarget
 from dloop.testing import (
@@ -273,7 +273,8 @@ def test_auto_is_match_where_rows_are_drawn_apart_and_reject_elsewhere(taught):
     rule = Match if drafter.family == "dflash" else Reject
     assert isinstance(judge_of(Settings(temperature=1.0, tree_budget=0), drawn, drafter), rule)
     if drafter.family in TREES:
-        assert isinstance(judge_of(Settings(temperature=1.0, tree_budget=8), drawn, drafter), Match)
+        settings = Settings(temperature=1.0, tree_budget=8)
+        assert isinstance(judge_of(settings, drawn, shaped(drafter, settings, taught.target)), Match)
     assert isinstance(judge_of(Settings(temperature=1.0), drawn), Match)  # plain decoding rejects nothing
     assert isinstance(judge_of(Settings(temperature=1.0, verify="reject"), drawn, drafter), Reject)
     assert isinstance(judge_of(Settings(temperature=1.0, verify="match"), drawn, drafter), Match)

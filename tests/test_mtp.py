@@ -194,6 +194,72 @@ def test_heads_that_do_not_fit_are_refused(target, home, tmp_path, case):
         dloop.load_drafter(str(tmp_path), target)
 
 
+COPIES = {  # a stored name -> what of the target it copies
+    "vllm": {"mtp.embed_tokens.weight": "embedding"},
+    "both": {"mtp.embed_tokens.weight": "embedding", "mtp.lm_head.weight": "head"},
+    "beside": {"embed_tokens.weight": "embedding", "lm_head.weight": "head"},
+    "as-the-target-s": {"model.language_model.embed_tokens.weight": "embedding"},
+    "twice": {"mtp.embed_tokens.weight": "embedding", "model.embed_tokens.weight": "embedding"},
+}
+
+
+@pytest.mark.parametrize("prefix", ["mtp.", ""], ids=["prefixed", "bare"])
+@pytest.mark.parametrize("case", COPIES)
+def test_copies_of_the_target_s_vocabulary_are_taken_and_others_refused(target, home, tmp_path, case, prefix):
+    """What vLLM reads stands in some heads; a head has no vocabulary of its own, so nothing else may."""
+    head = load_file(home / "head" / "model.safetensors")
+    tensors = {prefix + name.removeprefix("mtp."): weight for name, weight in head.items()}
+    copies = {
+        name if prefix else name.removeprefix("mtp."): getattr(target.vocabulary, part).clone()
+        for name, part in COPIES[case].items()
+    }
+    (tmp_path / "config.json").write_text((home / "head" / "config.json").read_text())
+
+    def load(changed: dict[str, Tensor]) -> ChainDrafter:
+        save_file(tensors | copies | changed, tmp_path / "model.safetensors")
+        return dloop.load_drafter(str(tmp_path), target)
+
+    drafter = load({})
+    assert drafter.vocabulary.embedding.data_ptr() == target.vocabulary.embedding.data_ptr()
+    assert drafter.vocabulary.head.data_ptr() == target.vocabulary.head.data_ptr()
+    alone = dloop.load_drafter(str(home / "head"), target)
+    assert answer(drafter, target) == pytest.approx(answer(alone, target), abs=1e-5)  # files align weights otherwise
+    for name, weight in copies.items():
+        kind = name.removeprefix("mtp.").removeprefix("model.").removeprefix("language_model.")
+        other = weight.clone()
+        other[3, 5] += 1
+        message = f"{kind} twice" if case == "twice" else f"{kind} is not that of .* none of its own; give the target"
+        for changed, said in ((other, message), (weight[:-1].clone(), f"{kind} (is|twice)")):
+            with pytest.raises(UserError, match=said):
+                load({name: changed})
+
+
+def test_a_copy_in_the_target_s_shards_is_taken_too(target, home, tmp_path):
+    shutil.copytree(home / "target", tmp_path / "target")
+    shard = tmp_path / "target" / "model-00002-of-00002.safetensors"
+    copy = {"mtp.embed_tokens.weight": target.vocabulary.embedding.clone()}
+    save_file(load_file(shard) | copy, shard, metadata={"format": "pt"})
+    index = tmp_path / "target" / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    found["weight_map"] |= {name: shard.name for name in copy}
+    index.write_text(json.dumps(found))
+    merged = dloop.load_target(str(tmp_path / "target"), dtype="float32")
+    for drafter in (dloop.load_drafter("mtp", merged), dloop.load_drafter(str(tmp_path / "target"), target)):
+        assert answer(drafter, merged) == pytest.approx(answer(dloop.load_drafter("mtp", target), target), abs=1e-5)
+
+
+def test_nothing_beside_a_head_is_passed_over_but_a_target_s_layers(target, home, tmp_path):
+    tensors = load_file(home / "head" / "model.safetensors")
+    (tmp_path / "config.json").write_text((home / "head" / "config.json").read_text())
+    for name, message in [
+        ("extra.weight", r"has unexpected 1 tensors: mtp\.extra\.weight"),
+        ("norm.weight", r"stores mtp\.norm\.weight twice, with different values"),
+    ]:
+        save_file(tensors | {name: torch.ones(32)}, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=message):
+            dloop.load_drafter(str(tmp_path), target)
+
+
 def test_a_head_fits_its_target_alone(target, home, tmp_path):
     save_file(load_file(home / "head" / "model.safetensors"), tmp_path / "model.safetensors")
     raw = json.loads((home / "head" / "config.json").read_text())
@@ -201,6 +267,10 @@ def test_a_head_fits_its_target_alone(target, home, tmp_path):
         ({"vocab_size": 98}, "a vocabulary of 98 tokens"),
         ({"num_hidden_layers": 5}, "trained on a target of 5 layers"),
         ({"rope_parameters": raw["rope_parameters"] | {"rope_theta": 5e5}}, "RoPE base 500000"),
+        (
+            {"rope_parameters": raw["rope_parameters"] | {"partial_rotary_factor": 1.0}},
+            "turns 1 of each head with the position, .* 0.5; correct partial_rotary_factor",
+        ),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(raw | change))
         with pytest.raises(UserError, match=message):
@@ -208,6 +278,13 @@ def test_a_head_fits_its_target_alone(target, home, tmp_path):
     for words, message in [({"gap_rows": "position"}, "leaves no gap"), ({"rope_theta": 7.0}, "does not apply to mtp")]:
         with pytest.raises(UserError, match=message):
             dloop.load_drafter(str(home / "head"), target, **words)
+    plain, head = tiny_target("qwen3", num_layers=3), dloop.load_drafter(str(home / "head"), target)
+    for refused in (
+        lambda: dloop.load_drafter(str(home / "head"), plain),
+        lambda: dloop.generate(plain, head, PROMPT, 4),
+    ):
+        with pytest.raises(UserError, match="is a head of Qwen3.5, tiny qwen3 is a qwen3 model; use a drafter"):
+            refused()
 
 
 # What is drafted
@@ -223,11 +300,11 @@ def test_a_stage_is_as_long_as_mtp_k_says(target):
         dloop.generate(target, drafter, PROMPT, 4, mtp_k=0)
     with pytest.raises(UserError, match="draft_depth=3 does not apply to mtp-qwen3.5"):
         dloop.generate(target, drafter, PROMPT, 4, draft_depth=3)
-    for other in (tiny_drafter(target), tiny_drafter(target, family="eagle3"), None):
+    for other in (tiny_drafter(target), tiny_drafter(target, family="eagle3")):
         with pytest.raises(UserError, match="mtp_k=3 does not apply"):
             dloop.generate(target, other, PROMPT, 4, mtp_k=3, tree_budget=0)
-    with pytest.raises(UserError, match="tree_budget=60: .* recurrent layers"):  # EAGLE-3's default is no silent chain
-        dloop.generate(target, tiny_drafter(target, family="eagle3"), PROMPT, 4)
+    with pytest.raises(UserError, match="tree_budget=60: .* recurrent layers"):
+        dloop.generate(target, tiny_drafter(target, family="eagle3"), PROMPT, 4, tree_budget=60)
     with pytest.raises(UserError, match="tree_budget=8: .* recurrent layers"):
         dloop.generate(target, drafter, PROMPT, 4, tree_budget=8)
 

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 import dloop
+from dloop.batch import generate_many
 from dloop.gate import FixedGate
 from dloop.judge import Match, Reject
 from dloop.loop import Limits, Session, decode, run_one
 from dloop.sampling import Draw, law
+from dloop.settings import Settings
 from dloop.testing import ScriptedDrafter, TableTarget, chain, good_drafter, tiny_target
 from dloop.types import Draft, Features, First, Sampling, Stage, StageRequest, Verdict
 
@@ -143,7 +145,12 @@ def test_drafts_without_their_law_and_trees_are_refused():
         rule(Draft.rooted(0, 3).graft(tree), torch.zeros(3, 4))
 
 
-def test_a_seed_repeats_the_run_and_rejection_is_the_default_with_a_temperature():
+def test_a_seed_repeats_the_run_and_rejection_is_the_default_with_a_temperature(monkeypatch):
+    judged: list[list[torch.Tensor]] = []
+    judge = Reject.__call__
+    monkeypatch.setattr(
+        Reject, "__call__", lambda self, draft, logits: judged.append(draft.probs) or judge(self, draft, logits)
+    )
     target = tiny_target("llama", seed=2)
     drafter = good_drafter(target, [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9]])
     settings = {"max_new_tokens": 24, "loop_gate": -2.0, "temperature": 1.0, "top_k": 20}
@@ -151,10 +158,21 @@ def test_a_seed_repeats_the_run_and_rejection_is_the_default_with_a_temperature(
     again = dloop.generate(target, drafter, [5, 6, 7], seed=11, verify="reject", **settings)
     other = dloop.generate(target, drafter, [5, 6, 7], seed=12, **settings)
     assert first.tokens == again.tokens != other.tokens
-    drawn = [probs for r in first.rounds for probs in r.draft.probs]
+    drawn = [probs for stages in judged for probs in stages]
     assert drawn and all(probs.dtype == torch.float32 for probs in drawn)
-    matched = dloop.generate(target, drafter, [5, 6, 7], 8, temperature=1.0, verify="match")
-    assert all(not r.draft.probs for r in matched.rounds)
+    dloop.generate(target, drafter, [5, 6, 7], 8, temperature=1.0, verify="match")
+    assert len(judged) == sum(len(out.rounds) for out in (first, again, other))
+
+
+def test_finished_rounds_keep_no_law():
+    """A law has a value for each token of the vocabulary: thousands of rounds would fill a GPU."""
+    target = tiny_target("llama", seed=2)
+    drafter = good_drafter(target, [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9]])
+    settings = Settings(max_new_tokens=16, loop_gate=-2.0, temperature=1.0, seed=3)
+    out = dloop.generate(target, drafter, [5, 6, 7], 16, loop_gate=-2.0, temperature=1.0, seed=3)
+    many = [done.rounds for done in generate_many(target, drafter, [[5, 6, 7]], settings)]
+    for rounds in (out.rounds, *many):
+        assert len(rounds) > 1 and all(r.draft.drafted and r.draft.probs == [] for r in rounds)
 
 
 def test_scores_stay_untempered_top_one():

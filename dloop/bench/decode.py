@@ -145,7 +145,7 @@ def response_of(blank: HeaderJson, timed: Timed) -> Response:
 def warm_up(decoder: Decoder, sample: Sample) -> None:
     """Decode a few tokens, then one round of every number of stages, in turns. Raises UserError for bad settings."""
     target, settings = decoder.target, decoder.settings
-    drafter = shaped(decoder.drafter, settings)
+    drafter = shaped(decoder.drafter, settings, target)
     length = min(WARM_UP_PROMPT, target.context // 2)
     prompt = decoder.encode([{"role": "user", "content": sample.turns[0]}])[:length]
     few = replace(settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))

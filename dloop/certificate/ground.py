@@ -11,7 +11,7 @@ from dloop.api import Generation, collect, start
 from dloop.certificate.findings import Fault, Kind, Pair, Part
 from dloop.certificate.margins import Keeping, deviation, near_tie, scores_of
 from dloop.drafters.host import HostDrafter
-from dloop.settings import Settings, sampling_of
+from dloop.settings import Settings, sampling_of, shaped
 from dloop.targets.hf import HFTarget
 from dloop.types import Sampling
 
@@ -25,10 +25,11 @@ NOT_BEST = 1e-6  # a token this far below the best of its row was not chosen fro
 
 @dataclass(frozen=True)
 class Text:
-    """A decoded text and the logits that each token was chosen from."""
+    """A decoded text, the logits that each token was chosen from, and the laws that drafts were drawn from."""
 
     tokens: list[int]
     rows: Float[Tensor, "T V"]
+    laws: list[list[Float[Tensor, " V"]]]  # a round's, one a drafted token; empty where none was drawn
     generation: Generation
 
 
@@ -70,9 +71,9 @@ class Place:
 
 def decode_text(pair: Pair, drafter: HostDrafter | None, prompt: list[int], settings: Settings) -> Text:
     """Decode by the pair's own rule, keeping every row that a token was chosen from."""
-    judge = Keeping(pair.judge_of(settings, sampling_of(settings), drafter))
+    judge = Keeping(pair.judge_of(settings, sampling_of(settings), shaped(drafter, settings, pair.target)))
     generation = collect(start(pair.target, drafter, prompt, settings, judge))
-    return Text(generation.tokens, judge.rows[: len(generation.tokens)], generation)
+    return Text(generation.tokens, judge.rows[: len(generation.tokens)], judge.laws, generation)
 
 
 def full_rows(target: HFTarget, prompt: Sequence[int], tokens: Sequence[int]) -> Float[Tensor, "T V"]:

@@ -143,8 +143,7 @@ def spots(pair: Pair, plan: Plan, prompt: list[int], gate: float, seed: int) -> 
 def drafted_laws(text: Text) -> list[Float[Tensor, " V"] | None]:
     """For each token the law that the draft in its place was drawn from; None: the first token, and bonus tokens."""
     laws: list[Tensor | None] = [None]
-    for round in text.generation.rounds:
-        rows = [row for stage in round.draft.probs for row in stage]
+    for round, rows in zip(text.generation.rounds, text.laws, strict=True):
         laws += [rows[index] if index < len(rows) else None for index in range(len(round.emitted))]
     return laws
 

@@ -27,10 +27,14 @@ class Difference:
 
 @dataclass
 class Keeping:
-    """A judge that keeps the rows it chose from, one a token. Without a drafter these are plain decoding's own."""
+    """A judge that keeps the rows it chose from, one a token. Without a drafter these are plain decoding's own.
+
+    Of drafts that were drawn it keeps the laws too, which no round remembers.
+    """
 
     judge: Judge
     kept: list[Float[Tensor, "_ V"]] = field(default_factory=list[Tensor])
+    laws: list[list[Float[Tensor, " V"]]] = field(default_factory=list[list[Tensor]])  # a round's, one a drafted token
 
     @property
     def drafting(self) -> Sampling | None:
@@ -49,6 +53,7 @@ class Keeping:
     def __call__(self, draft: Draft, logits: Float[Tensor, "n V"]) -> Verdict:
         verdict = self.judge(draft, logits)
         self.kept.append(logits[[0, *verdict.path]])
+        self.laws.append([row for stage in draft.probs for row in stage])
         return verdict
 
 

@@ -11,7 +11,7 @@ from dloop.errors import UserError
 
 T = TypeVar("T")
 
-ACCUMULATION = "--draft-accumulation-steps"
+STEPS, ACCUMULATION = "--max-num-steps", "--draft-accumulation-steps"
 ONE_DEVICE = "the target runs on one device; leave it out"
 NO_EVALUATION = "leave it out, and measure a checkpoint on prompts: dloop generate --draft-model ..."
 BUILT_IN = "mtp"
@@ -111,6 +111,9 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
     """The same command line for `dloop train`. Notes go to standard error. Raises UserError for what is not offered."""
     command = parse(Published, prog, words)
     refuse(command, TAKEN)
+    for flag, count in ((STEPS, command.max_num_steps), (ACCUMULATION, command.draft_accumulation_steps)):
+        if count is not None and count < 1:
+            raise UserError(f"{flag} {count} must be at least 1")
     is_text = command.train_data_path.suffix == ".jsonl"
     if is_text and command.chat_template == "llama3":
         raise UserError("--chat-template llama3 is not offered: name qwen (for Qwen3) or model (the target's own)")
@@ -124,7 +127,7 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
         draft_config_path=merged(
             "--draft-config-path", command.draft_config_path, "--draft-model-config", command.draft_model_config, None
         ),
-        max_steps=merged("--max-steps", command.max_steps, "--max-num-steps", command.max_num_steps, None),
+        max_steps=merged("--max-steps", command.max_steps, STEPS, command.max_num_steps, None),
         accumulation_steps=merged(
             "--accumulation-steps", command.accumulation_steps, ACCUMULATION, command.draft_accumulation_steps, 1
         ),

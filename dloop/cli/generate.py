@@ -63,13 +63,17 @@ class Decoding(Common):
     )
 
     tree_budget: int | Literal["host"] = option(
-        "host", "nodes of the first stage's tree; 0 is a chain; host: EAGLE-3 60 with the root, others 0", group=TREES
+        "host",
+        "nodes of the first stage's tree; 0 is a chain; host: EAGLE-3 60 with the root (0 on Qwen3.5), others 0",
+        group=TREES,
     )
     stage_tree_budget: int | Literal["host"] = option(
         "host", "nodes of each further stage's tree; 0 is a chain; host: EAGLE-3 48, DFlash 64, others 0", group=TREES
     )
-    topk_k: int = option(10, "candidates at each depth (DFlash), width of the beam (EAGLE-3)", group=TREES)
-    tree_width: int = option(12, "nodes at each depth before pruning (DSpark, Domino)", group=TREES)
+    topk_k: int = option(
+        10, "candidates at each depth (DFlash), width of the beam (EAGLE-3); at most 1024", group=TREES
+    )
+    tree_width: int = option(12, "nodes at each depth before pruning (DSpark, Domino); at most 1024", group=TREES)
     tree_beta: float = option(-0.2, "length bonus of each depth, at most 0 (DSpark, Domino)", group=TREES)
     draft_depth: int | None = option(
         None, "tokens or levels of a stage (EAGLE-3); by default 7 in a chain, 8 in a tree", group=TREES

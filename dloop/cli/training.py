@@ -23,7 +23,8 @@ from dloop.drafters.config import BlockConfig
 from dloop.drafters.families import READERS
 from dloop.drafters.host import HostConfig, HostModel
 from dloop.errors import UserError
-from dloop.load import check_device, check_pair, load_drafter, load_target
+from dloop.load import check_device, load_drafter, load_target
+from dloop.misfits import check_pair
 from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
 from dloop.train.cache import cache_features, features_of

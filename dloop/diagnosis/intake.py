@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from dloop import checkpoint
-from dloop.detect import BLOCK_FAMILIES, check_heads, detect_family, misfits
+from dloop.detect import BLOCK_FAMILIES, check_heads, detect_family
 from dloop.diagnosis.expected import expected_of
 from dloop.diagnosis.findings import Cause, Expected, Finding
 from dloop.diagnosis.tensors import check_tensors
@@ -14,7 +14,8 @@ from dloop.drafters.block import BlockDrafter, BlockModel
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.families import READERS, build, named
 from dloop.errors import UserError
-from dloop.load import own_vocabulary
+from dloop.misfits import misfits
+from dloop.own_vocabulary import own_vocabulary
 from dloop.targets.hf import HFTarget
 
 CAUSES: dict[str, Cause] = {  # of a misfit, by its key in config.json

@@ -152,11 +152,11 @@ class Reader:
             if not isinstance(parameters, Mapping):
                 raise self.fail(f"{key}={brief(parameters)} must be an object; {CORRECT}")
             rope = cast(Json, parameters)
-            kind = rope.get("rope_type", rope.get("type", "default"))
+            kind = next((rope[field] for field in ("rope_type", "type") if rope.get(field) is not None), "default")
             if kind != "default":
                 told = f"rope type {brief(kind)} is not supported for drafters; supported: 'default'"
                 raise self.fail(f"{told}; use a drafter with it")
-            if "rope_theta" in rope:
+            if rope.get("rope_theta") is not None:
                 bases[f"{key}.rope_theta"] = Reader(rope, self.source).number("rope_theta", MAX_BASE)
         if len(set(bases.values())) > 1:
             told = " but ".join(f"{key}={base:g}" for key, base in bases.items())
@@ -166,7 +166,7 @@ class Reader:
     def named_rope(self) -> float | None:
         """`dloop_config.rope_theta`: the base the weights were trained with, where that was said on purpose."""
         own = self.raw.get("dloop_config")
-        if not isinstance(own, Mapping) or "rope_theta" not in own:
+        if not isinstance(own, Mapping) or cast(Json, own).get("rope_theta") is None:
             return None
         return Reader(cast(Json, own), f"{self.source}, dloop_config").number("rope_theta", MAX_BASE)
 
@@ -192,7 +192,7 @@ def fully_attends(raw: Json) -> bool:
 def read_block(reader: Reader, label_shift: int) -> dict[str, object]:
     """The fields all block families share; refuses what the shared stage function does not compute."""
     raw = reader.raw
-    if raw.get("hidden_act", "silu") != "silu":
+    if raw.get("hidden_act") not in (None, "silu"):
         raise reader.fail(f"hidden_act={brief(raw['hidden_act'])} is not supported; block drafters use 'silu'")
     if not fully_attends(raw):
         found = brief(raw["layer_types"])
@@ -233,9 +233,9 @@ def with_taps(reader: Reader) -> Reader:
 def read_gap_rows(reader: Reader) -> GapRows:
     """`dloop_config.gap_rows`, written by our training; released checkpoints carry none and get the default."""
     own = reader.raw.get("dloop_config")
-    if own is None:
+    value = cast(Json, own).get("gap_rows") if isinstance(own, Mapping) else own
+    if value is None:
         return "producing"
-    value = cast(Json, own).get("gap_rows", "producing") if isinstance(own, Mapping) else own
     if value not in READINGS:
         raise reader.fail(f"dloop_config.gap_rows={brief(value)} is not known; choose one of {', '.join(READINGS)}")
     return value

@@ -21,6 +21,7 @@ from dloop.types import Vocabulary
 DEPTH = 7  # tokens of a chain: the length of the published training-time test
 TREE_DEPTH = 8  # levels of a tree: the published depth argument 7 counts the expansions after the first level
 NUM_TAPS = 3
+TAPS = "eagle_aux_hidden_state_layer_ids"
 LATER = ("fc_norm", "norm_before_fc", "norm_before_residual", "mlp_bias", "parallel_drafting")  # another arithmetic
 OTHER = ("use_sliding_window", "quantization_config")  # what a Llama layer may have and this one has not
 
@@ -117,14 +118,21 @@ def with_head_dim(reader: Reader) -> Reader:
 
 
 def read_taps(reader: Reader) -> tuple[int, ...]:
-    """The output layers that `eagle_config` names, as SpecForge counts them; () for the published rule."""
-    own = reader.raw.get("eagle_config")
-    if not isinstance(own, Mapping) or cast(Json, own).get("eagle_aux_hidden_state_layer_ids") is None:
-        return ()
-    taps = Reader(cast(Json, own), reader.source).integers("eagle_aux_hidden_state_layer_ids")
-    if len(taps) != NUM_TAPS:
-        found = brief(list(taps))
-        raise reader.fail(f"eagle_aux_hidden_state_layer_ids={found} must name {NUM_TAPS} layers; correct config.json")
+    """The output layers that `eagle_config` names, as SpecForge counts them; () for the published rule.
+
+    Raises UserError for other layers at the top level: there some count a layer's output and some its input.
+    """
+    own, taps = reader.raw.get("eagle_config"), tuple[int, ...]()
+    if isinstance(own, Mapping) and cast(Json, own).get(TAPS) is not None:
+        taps = Reader(cast(Json, own), reader.source).integers(TAPS)
+        if len(taps) != NUM_TAPS:
+            raise reader.fail(f"{TAPS}={brief(list(taps))} must name {NUM_TAPS} layers; correct config.json")
+    for key in (TAPS, "target_layer_ids"):
+        if (given := reader.raw.get(key)) not in (None, list(taps)):
+            raise reader.fail(
+                f"{key}={brief(given)} at the top level may count outputs of layers or inputs; "
+                f"keep eagle_config.{TAPS} alone, which counts outputs"
+            )
     return taps
 
 
@@ -154,7 +162,7 @@ def write_eagle3(config: Eagle3Config, dtype: str) -> dict[str, object]:
         "vocab_size": config.vocab_size,
     }
     if config.target_layer_ids != published_taps(config.num_target_layers):
-        found["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.target_layer_ids)}
+        found["eagle_config"] = {TAPS: list(config.target_layer_ids)}
     return found | ({"dloop_config": {"rope_theta": config.rope_theta}} if config.own_rope else {})
 
 

@@ -71,7 +71,7 @@ def named(config: HostConfig, tensors: Mapping[str, Tensor], source: str) -> dic
         case Eagle3Config():
             return with_maps(tensors, config.draft_vocab_size, config.vocab_size, source)
         case MTPConfig():
-            return with_prefix(tensors)
+            return with_prefix(tensors, source)
         case AssistantConfig():
             return untied(tensors, source)
         case _:

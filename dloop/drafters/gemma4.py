@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dloop.checkpoint import identical
 from dloop.drafters.chain import ChainModel
 from dloop.drafters.gemma4_config import FAMILY as FAMILY
 from dloop.drafters.gemma4_config import AssistantConfig
@@ -34,12 +35,18 @@ def untied(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Without the second name of the tied matrix. Raises UserError for one of its own, and for a broken order."""
     found = dict(tensors)
     head = found.pop(HEAD, None)
-    if head is not None and not (TIED in found and torch.equal(head, found[TIED])):
+    if head is not None and not (TIED in found and identical(head, found[TIED])):
         raise UserError(f"{source}: {HEAD} is not {TIED}, to which it is tied; fetch the checkpoint again")
     order = found.get(ORDERING)
-    if order is not None and not torch.equal(order.sort().values.long(), torch.arange(len(order))):
+    if order is not None and not names_each_token(order):
         raise UserError(f"{source}: {ORDERING} does not name every token once; fetch the checkpoint again")
     return found
+
+
+def names_each_token(order: Tensor) -> bool:
+    """Whether this is a list of all tokens in some order."""
+    listed = order.ndim == 1 and not order.is_floating_point()
+    return listed and torch.equal(order.sort().values.long(), torch.arange(len(order)))
 
 
 class QueryAttention(nn.Module):

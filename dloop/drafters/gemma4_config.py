@@ -121,7 +121,7 @@ def lent_kind(reader: Reader, kind: str, kinds: tuple[str, ...]) -> LentKind:
     head_dim, heads = shape_of(reader, kind, kinds)
     if head_dim % 2:
         raise reader.fail(f"a head of {kind} has {head_dim} dimensions; it must be even: rotary positions turn pairs")
-    whole = rope.raw.get("rope_type", "default") == "default"
+    whole = rope.raw.get("rope_type") in (None, "default")
     return LentKind(
         heads=heads,
         head_dim=head_dim,
@@ -138,7 +138,7 @@ def rope_of(reader: Reader, kind: str) -> Reader:
     if not isinstance(found, Mapping):
         raise reader.fail(f"rope_parameters={brief(by_kind)} must have an object for {kind}; fetch config.json again")
     rope = Reader(cast(Json, found), f"{reader.source}, rope_parameters.{kind}")
-    if rope.raw.get("rope_type", "default") not in ("default", "proportional"):
+    if rope.raw.get("rope_type") not in (None, "default", "proportional"):
         raise rope.fail(f"rope_type={brief(rope.raw['rope_type'])} is not supported; Gemma 4 has none such")
     if rope.raw.get("factor") not in (None, 1, 1.0):
         raise rope.fail(f"factor={brief(rope.raw['factor'])} is not supported; Gemma 4 has none")

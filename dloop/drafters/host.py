@@ -14,6 +14,8 @@ from dloop.loop import Drafter
 from dloop.trees.shape import TreeShape
 from dloop.types import GapRows, Vocabulary
 
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # where a layout stores a vocabulary
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostConfig:
@@ -22,6 +24,7 @@ class HostConfig:
     family: ClassVar[str]
     architecture: ClassVar[str]  # what the family's published layout calls its model
     own_head: ClassVar[bool] = False  # whether it has an output matrix of its own, not the target's
+    copies_vocabulary: ClassVar[bool] = False  # whether a stored embedding or head can only be a copy of the target's
     reads_layers: ClassVar[bool] = True  # whether it taps layers of the target; else it reads the last state alone
 
     hidden_size: int

@@ -15,10 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dloop.checkpoint import brief
+from dloop.checkpoint import brief, identical
 from dloop.drafters.chain import Attend, ChainModel
 from dloop.drafters.config import Json, Reader
-from dloop.drafters.host import PublishedConfig, as_published
+from dloop.drafters.host import EMBEDDING, HEAD, PublishedConfig, as_published
 from dloop.drafters.layers import MLP, NormedAttention, Rotary, WideRMSNorm
 from dloop.drafters.memory import KeyValues
 from dloop.errors import UserError
@@ -28,6 +28,7 @@ FAMILY = "mtp-qwen3.5"
 DEPTH = 3  # tokens of a stage, as published
 PREFIX = "mtp."
 TELLING = "pre_fc_norm_hidden.weight"  # of no other model
+COPIES = {name + EMBEDDING: EMBEDDING for name in ("", "model.", "model.language_model.")} | {HEAD: HEAD}
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 
 
@@ -37,6 +38,7 @@ class MTPConfig(PublishedConfig):
 
     family: ClassVar[str] = FAMILY
     architecture: ClassVar[str] = "Qwen3_5ForConditionalGeneration"
+    copies_vocabulary: ClassVar[bool] = True
     reads_layers: ClassVar[bool] = False
 
     partial_rotary_factor: float  # how much of a head turns with the position
@@ -59,7 +61,7 @@ def read_mtp(raw: Json, source: str) -> MTPConfig:
     reader = Reader(cast(Json, text) if isinstance(text, Mapping) else raw, source)
     said = reader.raw
     for key, taken in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False), ("hidden_act", "silu")):
-        if said.get(key, taken) != taken:
+        if said.get(key) not in (None, taken):
             raise reader.fail(
                 f"{key}={brief(said[key])} is another head, which is not supported; use one with {taken}, as Qwen3.5's"
             )
@@ -87,14 +89,26 @@ def is_mtp(raw: Json, names: Callable[[], Iterable[str]]) -> bool:
 
 
 def head_names(names: Iterable[str]) -> list[str]:
-    """The head's tensors among a checkpoint's: those with the prefix, or all where none has it."""
+    """The head's tensors among a checkpoint's: all, or those with the prefix where a target's layers stand beside."""
     listed = list(names)
-    return [name for name in listed if name.startswith(PREFIX)] or listed
+    prefixed = [name for name in listed if name.startswith(PREFIX)]
+    among = any(".layers." in name for name in listed if not name.startswith(PREFIX))
+    return prefixed if prefixed and among else listed
 
 
-def with_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A head's tensors under their published names."""
-    return {PREFIX + name.removeprefix(PREFIX): tensors[name] for name in head_names(tensors)}
+def with_prefix(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """A head's tensors under their published names, and copies of the target's embedding and head under theirs.
+
+    Such a copy is what vLLM reads. Raises UserError where two tensors of one name differ.
+    """
+    found: dict[str, Tensor] = {}
+    for name in head_names(tensors):
+        bare = name.removeprefix(PREFIX)
+        key = COPIES.get(bare, PREFIX + bare)
+        if key in found and not identical(found[key], tensors[name]):
+            raise UserError(f"{source} stores {key} twice, with different values; fetch it again")
+        found[key] = tensors[name]
+    return found
 
 
 class CentredRMSNorm(WideRMSNorm):

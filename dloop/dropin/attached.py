@@ -226,7 +226,7 @@ def checked(target: HFTarget, drafter: HostDrafter, settings: Settings) -> Pair:
         )
     gate_of(settings)
     limits_of(settings, target, drafter)
-    shape = shaped(drafter, settings)
+    shape = shaped(drafter, settings, target)
     assert shape is not None
     return Pair(target, shape, settings)
 

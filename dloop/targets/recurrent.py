@@ -31,9 +31,8 @@ RECURRENT = ("qwen3_5", "qwen3_5_text")  # with and without the part that sees i
 LINEAR = "linear_attention"
 PROJECTIONS = ("in_proj_qkv", "in_proj_a", "in_proj_b")  # one name in all releases
 EPSILON = 1e-6  # under the root of a key's norm
-NO_BRANCHES = (
-    "has recurrent layers, whose state follows one path: branches of a tree cannot be verified at once; use 0 (a chain)"
-)
+ONE_PATH = "has recurrent layers, whose state follows one path: branches of a tree cannot be verified at once"
+NO_BRANCHES = f"{ONE_PATH}; use 0 (a chain)"
 
 log = logging.getLogger("dloop")
 
