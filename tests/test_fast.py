@@ -13,6 +13,7 @@ from dloop.detect import BLOCK_FAMILIES
 from dloop.drafters.gap import READINGS
 from dloop.errors import UserError
 from dloop.fast import decode as fast_decode
+from dloop.fast import drafter as fast_drafter
 from dloop.fast.drafter import FastBlockDrafter
 from dloop.fast.ops import supports
 from dloop.fast.target import FastTarget
@@ -80,6 +81,7 @@ def test_static_drafters_draft_what_their_twin_does(family, reading):
             taps = torch.randn(n, 64, generator=generator)
             for session in (slow, fast):
                 session.extend(slot, position[slot], [1] * n, Features(taps=taps, last=taps[:, :32]))
+            taps.fill_(9.0)  # the memory they stand in is the target's, which goes on
             position[slot] += n
         for index in range(4):
             slots = (0, 1) if index < 3 else (1,)  # ragged stages
@@ -88,6 +90,31 @@ def test_static_drafters_draft_what_their_twin_does(family, reading):
                 assert drafted.tokens == expected.tokens
                 assert drafted.logp == pytest.approx(expected.logp, abs=1e-4)
                 assert drafted.score == pytest.approx(expected.score, abs=1e-4)
+
+
+@pytest.mark.parametrize("count", [9, 30, 100])
+def test_a_slot_taken_over_keeps_nothing_of_what_waited_to_be_read(monkeypatch, count):
+    """The last rows of a text that has ended are read by no stage of its own; rows of other slots wait beside them."""
+    monkeypatch.setattr(fast_drafter, "MOST_GRAPHED", 64)
+    monkeypatch.setattr(fast_drafter, "MOST_WAITING", 16)
+    drafter = FastBlockDrafter.of(tiny_drafter(tiny_target()))
+    session, fresh = drafter.open(), drafter.open()
+    generator = torch.Generator().manual_seed(0)
+
+    def extend(where, slot, position, taps):
+        where.extend(slot, position, [1] * len(taps), Features(taps=taps, last=taps[:, :32]))
+
+    first, rest, other, text = (torch.randn(n, 64, generator=generator) for n in (4, 3, 5, count))
+    extend(session, 0, 0, first)
+    extend(session, 1, 0, other)
+    extend(session, 0, 4, rest)
+    extend(session, 0, 0, text)
+    extend(fresh, 0, 0, text)
+    extend(fresh, 1, 0, other)
+    requests = [StageRequest(slot=slot, anchor=5, index=0) for slot in (0, 1)]
+    for expected, drafted in zip(fresh.draft(requests), session.draft(requests), strict=True):
+        assert drafted.tokens == expected.tokens
+        assert drafted.logp == pytest.approx(expected.logp, abs=1e-5)
 
 
 @pytest.fixture(scope="module", params=BLOCK_FAMILIES)

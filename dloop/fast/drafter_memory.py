@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Float64, Int
@@ -46,7 +46,7 @@ class Block:
         self.rows.position.extend(position)
         self.rows.state.extend(state)
 
-    def add_context(self, slot: int, position: int, count: int) -> Self:
+    def add_context(self, slot: int, position: int, count: int) -> "Block":
         """A run of verified positions, which a store keeps where they stand."""
         run = Run(slot, len(self.rows.token), count, position)
         self.add(run, [0] * count, range(position, position + count), [-1] * count)
