@@ -7,6 +7,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int
@@ -247,13 +248,16 @@ class ChainMemory:
         mask: Bool[Tensor, "n S"] | None,
     ) -> Float[Tensor, "1 n D"]:
         """Append rows; `mask` (True = visible) covers memory and rows. None: one row, or the first ones, causal."""
-        memory, before = state.memory, state.memory.length
-
-        def seeing(queries: Float[Tensor, "1 H n d"], own: KeyValues) -> Float[Tensor, "1 H n d"]:
-            memory.append([own])
-            if not before:
-                return F.scaled_dot_product_attention(queries, *own, is_causal=True, enable_gqa=True)
-            return attend(queries, memory.layers()[0], None if mask is None else mask[None, None])
-
         embedded = F.embedding(tokens, self.drafter.vocabulary.embedding)[None]
-        return self.drafter.model.rows(states, embedded, positions, seeing)
+        return self.drafter.model.rows(states, embedded, positions, partial(append_and_look, state.memory, mask))
+
+
+def append_and_look(
+    memory: SlotMemory, mask: Bool[Tensor, "n S"] | None, queries: Float[Tensor, "1 H n d"], own: KeyValues
+) -> Float[Tensor, "1 H n d"]:
+    """Append rows to the memory; what they see of it and of one another."""
+    before = memory.length
+    memory.append([own])
+    if not before:
+        return F.scaled_dot_product_attention(queries, *own, is_causal=True, enable_gqa=True)
+    return attend(queries, memory.layers()[0], None if mask is None else mask[None, None])

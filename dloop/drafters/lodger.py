@@ -5,6 +5,7 @@ verified positions alone.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +16,7 @@ from dloop.drafters.chain import ChainDrafter, ChainMemory, SlotState
 from dloop.drafters.gemma4 import Assistant
 from dloop.drafters.layers import attend
 from dloop.drafters.memory import KeyValues, SlotMemory
-from dloop.lent import of_rows
+from dloop.lent import LentKind, of_rows
 from dloop.loop import Drafter
 from dloop.types import Features
 
@@ -67,13 +68,16 @@ class AssistantMemory(ChainMemory):
     ) -> Float[Tensor, "1 1 D"]:
         """One step. It stands at the anchor's place, however many steps came before."""
         assert isinstance(state, LentState)
-        lent, windows = state.lent, self.drafter.config.borrows
-
-        def look(queries: Float[Tensor, "1 H 1 d"], kind: str) -> Float[Tensor, "1 H 1 d"]:
-            keys, values = lent[kind].layers()[0]
-            near = slice(-(windows[kind].window or len(keys[0, 0])), None)
-            return attend(queries, KeyValues(keys[:, :, near], values[:, :, near]), scale=1.0)
-
+        look = partial(look_at, state.lent, self.drafter.config.borrows)
         embedded = F.embedding(tokens, self.drafter.vocabulary.embedding)[None]
         at = torch.full((1, 1), state.verified, device=tokens.device)
         return self.drafter.model.rows(states, embedded, at, look)
+
+
+def look_at(
+    lent: dict[str, SlotMemory], kinds: dict[str, LentKind], queries: Float[Tensor, "1 H 1 d"], kind: str
+) -> Float[Tensor, "1 H 1 d"]:
+    """What queries see of the keys and values lent by layers of a kind."""
+    keys, values = lent[kind].layers()[0]
+    near = slice(-(kinds[kind].window or len(keys[0, 0])), None)
+    return attend(queries, KeyValues(keys[:, :, near], values[:, :, near]), scale=1.0)

@@ -25,6 +25,7 @@ from dloop.types import Features, Rows, Seen, Vocabulary
 from dloop.vocabulary import capped
 
 SUPPORTED = ("qwen3", "qwen2", "llama")
+Output = Tensor | tuple[Tensor, ...]  # of a module
 
 
 @dataclass(frozen=True)
@@ -262,17 +263,15 @@ def cache_argument(backbone: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(backbone.forward).parameters else "past_key_values"
 
 
-def in_this_thread(
-    note: Callable[[Tensor], object],
-) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
+def in_this_thread(note: Callable[[Tensor], object]) -> Callable[[nn.Module, object, Output], None]:
     """A forward hook that notes outputs of this thread's forwards alone: others may decode with the same model."""
-    here = threading.get_ident()
+    return partial(hear, note, threading.get_ident())
 
-    def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        if threading.get_ident() == here:
-            note(output if isinstance(output, Tensor) else output[0])
 
-    return hook
+def hear(note: Callable[[Tensor], object], thread: int, _module: nn.Module, _inputs: object, output: Output) -> None:
+    """Note what a module gave, if this thread ran it."""
+    if threading.get_ident() == thread:
+        note(output if isinstance(output, Tensor) else output[0])
 
 
 def run_backbone(target: HFTarget, inputs: dict[str, object], taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
