@@ -26,18 +26,19 @@ demo: $(INSTALLED)
 	$(BIN)/dloop demo
 
 # Tiny models gain nothing from a second thread, and threads of busy cores wait for one another: one thread a worker.
+# Each worker begins with a stretch of the suite and takes over what others have left: few fixtures are made twice.
 test check: export OMP_NUM_THREADS ?= 1
 WORKERS ?= 2
 
 test: $(INSTALLED)
 	$(BIN)/python -m dloop.offline
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu"
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

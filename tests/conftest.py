@@ -1,5 +1,8 @@
 """Shapes and types are checked at run time in all tests: the hook must be installed before dloop is imported."""
 
+import functools
+import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +33,28 @@ hypothesis.settings.load_profile("dloop")
 def pytest_configure(config: pytest.Config) -> None:
     """Silence hypothesis about records made inside strategies: beartype picks the list item to check at random."""
     config.addinivalue_line("filterwarnings", "ignore:Do not use the .random. module inside strategies")
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        search_once()
+
+
+def search_once() -> None:
+    """Let Triton's interpreter search its language once: it does at each call of a function within a kernel, which is
+    a third of its time. What it finds and replaces stays the same.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+
+    @functools.cache
+    def names(language: object) -> list[str]:
+        found = inspect.getmembers(language)
+        return [name for name, member in found if interpreter.tl.core.is_builtin(member)]
+
+    def replace(language: object, builder: object, scope: object) -> None:
+        for name in names(language):
+            if interpreter.tl.core.is_builtin(member := getattr(language, name)):
+                interpreter._patch_attr(language, name, member, builder, scope)
+
+    assert hasattr(interpreter, "_patch_builtin")
+    interpreter._patch_builtin = replace
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
