@@ -438,11 +438,16 @@ def test_the_memory_holds_verified_rows_alone_whatever_was_accepted(family, kind
     assert sum(len(draft.drafted) == 3 * K for draft in judge.drafts) >= len(counts), "each count met three stages"
 
 
-@pytest.mark.parametrize("family", ["eagle3", MTP_FAMILY])
-@pytest.mark.parametrize("gate", [NEVER_OPENS, -2.0, ALWAYS_OPEN])
-def test_the_memory_law_in_a_real_decode(target, gate, family):
+@pytest.fixture(scope="module", params=["eagle3", MTP_FAMILY])
+def taught(request, target):
+    """A text of the target, and a drafter that learned it."""
     text = dloop.generate_autoregressive(target, PROMPT, 30).tokens
-    drafter = taught_drafter(target, [PROMPT + text], family=family, stage_len=K)
+    return text, taught_drafter(target, [PROMPT + text], family=request.param, stage_len=K)
+
+
+@pytest.mark.parametrize("gate", [NEVER_OPENS, -2.0, ALWAYS_OPEN])
+def test_the_memory_law_in_a_real_decode(target, gate, taught):
+    text, drafter = taught
     done = decode_lawfully(target, drafter.open(), Match(Sampling()), max_stages=4, gate=gate, length=30)
     assert done.tokens == text
     assert max(r.accepted for r in done.rounds) >= K and min(r.accepted for r in done.rounds) < K
