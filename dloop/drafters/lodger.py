@@ -4,6 +4,7 @@ Source: the released Gemma 4 assistants. Their own library shows them one row of
 verified positions alone.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -75,7 +76,7 @@ class AssistantMemory(ChainMemory):
 
 
 def look_at(
-    lent: dict[str, SlotMemory], kinds: dict[str, LentKind], queries: Float[Tensor, "1 H 1 d"], kind: str
+    lent: dict[str, SlotMemory], kinds: Mapping[str, LentKind], queries: Float[Tensor, "1 H 1 d"], kind: str
 ) -> Float[Tensor, "1 H 1 d"]:
     """What queries see of the keys and values lent by layers of a kind."""
     keys, values = lent[kind].layers()[0]
