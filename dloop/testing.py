@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dloop.checkpoint import write_checkpoint
+from dloop.detect import BLOCK_FAMILIES, FAMILIES
 from dloop.doubles import Script as Script
 from dloop.doubles import ScriptedDrafter as ScriptedDrafter
 from dloop.doubles import TableTarget as TableTarget
@@ -28,6 +29,7 @@ from dloop.drafters.gemma4 import Assistant, read_assistant
 from dloop.drafters.host import HostDrafter
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.drafters.mtp import read_mtp
+from dloop.errors import UserError
 from dloop.export import Layout, in_layout
 from dloop.lent import FULL, SLIDING
 from dloop.lent import KINDS as KINDS_LENT
@@ -76,6 +78,8 @@ def tiny_drafter(
         model = build(read_mtp(tiny_qwen35(target), "tiny")).to(target.dtype)
     elif family == GEMMA_FAMILY:
         model = build(read_assistant(tiny_assistant(target), "tiny").for_target(target.num_layers)).to(target.dtype)
+    elif family not in BLOCK_FAMILIES:
+        raise UserError(f"family={family!r} is none of {', '.join(FAMILIES)}")
     else:
         label_shift = int(family == "dflash")
         shape |= {"num_layers": 2, "mask_token_id": target.vocab_size - 1, "gap_rows": gap_rows}

@@ -248,6 +248,11 @@ def test_released_shapes_have_the_released_numbers_of_parameters(form, size):
         assert parameters + 2 * config.vocab_size * config.hidden_size == with_vocabulary
 
 
+def test_a_tiny_drafter_of_no_family_is_refused(target):
+    with pytest.raises(UserError, match="family='dspak' is none of dflash, dspark"):
+        tiny_drafter(target, family="dspak")
+
+
 def test_every_reader_is_of_a_family_that_is_detected():
     assert tuple(READERS) == FAMILIES
 
