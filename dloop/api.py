@@ -63,6 +63,8 @@ class Stream:
     ) -> None:
         self._events = events
         self._first: First | None = None
+        self._closed = False
+        self._taken = False  # whether a round, or the iterator of texts, was given away
         self.seed = seed
         self.exact = exact
         self.tokenizer = tokenizer  # None where the prompt was token ids
@@ -70,8 +72,11 @@ class Stream:
 
     @property
     def first(self) -> int:
+        """Raises UserError where the stream was closed before anything was read."""
         if self._first is None:
-            event = next(self._events)
+            event = next(self._events, None)
+            if event is None:
+                raise UserError("the stream was closed before its first token; start another")
             assert isinstance(event, First)
             self._first = event
             self.finish_reason = event.finish
@@ -79,28 +84,37 @@ class Stream:
 
     def close(self) -> None:
         """Stop here: no further round comes, and the memory is free at once."""
+        self._closed = True
         self._events.close()
 
     def texts(self) -> Iterator[str]:
         """The text instead of the rounds, as far as each makes it grow; half a character waits for its rest.
 
-        Raises UserError where the prompt was token ids.
+        After `close` nothing more comes. Raises UserError where the prompt was token ids, and where a round was taken
+        before, or the texts: what these held would be missing.
         """
         if self.tokenizer is None:
             raise UserError("a stream of texts needs a prompt in text or messages; with token ids, decode the tokens")
+        if self._taken:
+            raise UserError("rounds or texts were taken from this stream before; ask it for texts() first, and once")
+        self._taken = True
         return self._texts(Growing(self.tokenizer.decode))
 
     def _texts(self, growing: Growing) -> Iterator[str]:
-        yield growing.push([self.first])
+        if not self._closed:
+            yield growing.push([self.first])
         for round in self:
             yield growing.push(round.emitted)
-        yield growing.finish()
+        if not self._closed:
+            yield growing.finish()
 
     def __iter__(self) -> "Stream":
         return self
 
     def __next__(self) -> Round:
-        _ = self.first
+        self._taken = True
+        if not self._closed:
+            _ = self.first
         event = next(self._events)
         assert isinstance(event, Round)
         self.finish_reason = event.finish

@@ -190,6 +190,8 @@ def stops_of(settings: Settings, target: HFTarget) -> frozenset[int]:
 
 def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_tokens: int) -> list[int]:
     """One prompt as a list of ids that, with the new tokens, fits the target."""
+    if isinstance(prompt_ids, bytes | bytearray | memoryview):
+        raise UserError(f"prompt_ids is {type(prompt_ids).__name__}, not token ids; decode it to a text first")
     if isinstance(prompt_ids, Tensor) and prompt_ids.shape[:-1] not in ((), (1,)):
         raise UserError(f"prompt_ids of shape {tuple(prompt_ids.shape)} holds several prompts; decode them one by one")
     try:

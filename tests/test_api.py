@@ -121,6 +121,8 @@ REFUSED = {
     "context": ({"max_new_tokens": 253}, ["4 tokens", "max_new_tokens=253", "256 positions", "shorten"]),
 }
 WRONG_PROMPTS = {
+    "bytes": (b"a word", ["prompt_ids is bytes, not token ids", "decode it to a text"]),
+    "bytearray": (bytearray(b"a word"), ["prompt_ids is bytearray"]),
     "empty": ([], ["empty"]),
     "empty-tensor": (torch.tensor([], dtype=torch.long), ["empty"]),
     "negative": ([3, -1], ["token -1", "0..96"]),

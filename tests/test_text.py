@@ -82,6 +82,35 @@ def test_what_words_need_is_missed_by_name(target, drafter, unchecked):
         dloop.stream(target, drafter, [3, 4], 8).texts()
 
 
+@pytest.mark.parametrize("taken", ["round", "texts", "for"])
+def test_texts_are_refused_where_something_of_them_was_taken(target, drafter, taken):
+    stream = dloop.stream(target, drafter, PROMPT, 24, loop_gate=-2.0)
+    assert stream.first is not None  # the first token is in the texts all the same
+    if taken == "round":
+        next(stream)
+    elif taken == "texts":
+        stream.texts()
+    else:
+        list(stream)
+    with pytest.raises(UserError, match="taken from this stream before; ask it for texts"):
+        stream.texts()
+
+
+def test_a_closed_stream_says_nothing_more(target, drafter):
+    unread, begun, halved = (dloop.stream(target, drafter, PROMPT, 24, loop_gate=-2.0) for _ in range(3))
+    unread.close()
+    assert list(unread.texts()) == [] and list(unread) == []
+    with pytest.raises(UserError, match="closed before its first token"):
+        _ = unread.first
+    assert begun.first is not None
+    begun.close()
+    assert list(begun.texts()) == []
+    texts = halved.texts()
+    assert next(texts) and next(texts)
+    halved.close()
+    assert list(texts) == []
+
+
 # Where a text ends
 
 
