@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import io
 import itertools
 import logging
+import pickle
 import random
 import threading
 import weakref
@@ -159,7 +161,6 @@ CASES = {  # by name: what makes the arguments beside the prompt, fresh for each
     "begin-suppress": lambda: {"begin_suppress_tokens": [TEXT[0]]},
     "forced-eos": lambda: {"forced_eos_token_id": 41},
     "decay": lambda: {"exponential_decay_length_penalty": (4, 1.3), "eos_token_id": 50},
-    "remove-invalid": lambda: {"remove_invalid_values": True},
     "renormalize": lambda: {"renormalize_logits": True},
     "guidance": lambda: {"guidance_scale": 1.5},
     "watermark": lambda: {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash")},
@@ -271,6 +272,15 @@ def test_batches_are_the_model_s_own(target, name):
     mask = torch.tensor([[int(token > 0) for token in row] for row in BATCH])
     for report in compare(target, TOGETHER[name], BATCH, attention_mask=mask):
         assert len({len(rounds) for rounds in report.rounds}) > 1  # ragged: each is as far as it is
+
+
+@pytest.mark.parametrize("kind", [*WINDOW_KINDS, *CHAIN_KINDS])
+@pytest.mark.parametrize("name", ["bare", "eos", "repetition-penalty"])
+def test_batches_of_targets_with_windows_or_states_are_the_model_s_own(kind, name):
+    target = tiny_target(kind, num_layers=4)
+    mask = torch.tensor([[int(token > 0) for token in row] for row in BATCH])
+    reports = compare(target, TOGETHER[name], BATCH, gates=(-2.0,), attention_mask=mask)
+    assert len({len(rounds) for rounds in reports[0].rounds}) > 1 and reports[0].acceptance_length > 1.2
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -393,6 +403,18 @@ def test_tokens_of_several_sampled_texts_follow_their_law():
     assert chi_square < 18.5  # 4 degrees of freedom: p = 0.001
 
 
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_where_no_token_is_left_sampling_fails_as_in_plain_decoding(target, sequences):
+    """Three sequences draw otherwise than one."""
+    told = []
+    for drafter in (None, tiny_drafter(target)):
+        with perhaps(target, drafter), pytest.raises(RuntimeError) as failed:
+            forbidden = {"suppress_tokens": list(range(97)), "num_return_sequences": sequences}
+            call(target.model, lambda forbidden=forbidden: forbidden, do_sample=True)
+        told.append(str(failed.value))
+    assert told[0] == told[1] and "probability tensor contains" in told[0]
+
+
 def test_a_drafter_that_contributes_nothing_is_told_once(target, caplog):
     with dloop.attach(target.model, tiny_drafter(target)), caplog.at_level(logging.WARNING, "dloop"):
         for _ in range(4):
@@ -423,6 +445,7 @@ PLAIN = {  # by name: arguments, what the reason names
     "attentions": (lambda: {"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
     "hidden-states": (lambda: {"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
     "cache": (lambda: {"cache_implementation": "static"}, "cache_implementation='static'"),
+    "invalid": (lambda: {"remove_invalid_values": True}, "remove_invalid_values"),
     "own-cache": (lambda: {"past_key_values": DynamicCache()}, "past_key_values is given"),
     "fractions": (lambda: {"attention_mask": torch.tensor([[0.5, 1, 1, 1]])}, "other numbers than 0 and 1"),
     "hole": (lambda: {"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "attention_mask"),
@@ -459,10 +482,29 @@ def test_plain_decoding_says_so_and_why(target, name, caplog):
         assert result.dloop is attached.last
 
 
-def test_training_mode_and_copies_are_decoded_plainly(target):
+def test_a_reason_is_told_once_whatever_its_numbers(target, caplog):
+    with dloop.attach(target.model, tiny_drafter(target)) as attached, caplog.at_level(logging.WARNING, "dloop"):
+        for length in (250, 251, 252):
+            call(target.model, lambda length=length: {"inputs": torch.ones(1, length, dtype=int), "max_new_tokens": 9})
+            assert f"may be {length + 9}, more" in attached.last.reason
+    assert sum(record.name == "dloop" for record in caplog.records) == 1
+
+
+def test_values_that_are_not_finite_are_removed_as_in_plain_decoding():
+    target = tiny_target(num_layers=3)
+    target.model.lm_head.weight[7] = torch.nan
+    plain = call(target.model, PLAIN["invalid"][0]).tolist()
+    with dloop.attach(target.model, tiny_drafter(target)) as attached:
+        assert call(target.model, PLAIN["invalid"][0]).tolist() == plain
+        assert "remove_invalid_values" in attached.last.reason
+        with pytest.raises(UserError, match="not finite"):
+            call(target.model, dict)
+
+
+def test_training_mode_and_replicas_are_decoded_plainly(target):
     drafter = tiny_drafter(target)
     with dloop.attach(target.model, drafter) as attached:
-        twin = copy.deepcopy(target.model)
+        twin = replica(target.model)
         assert call(twin, dict).tolist() == [PROMPT + TEXT]
         assert "copy" in attached.last.reason
         target.model.train()
@@ -479,6 +521,13 @@ def test_training_mode_and_copies_are_decoded_plainly(target):
         finally:
             target.model.float()
         assert "float64 on cpu" in attached.last.reason
+
+
+def replica(model):
+    """Another model of the very same class."""
+    other = copy.copy(model)
+    other.__class__ = type(model)
+    return other
 
 
 def hooked(model):
@@ -564,13 +613,42 @@ def test_the_shortest_length_holds_and_one_token_is_always_chosen(target, length
         assert ids_of(call(target.model, make)) == plain
 
 
-def test_a_copy_is_detached_and_attached_by_itself(target):
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickled, saved], ids=lambda f: f.__name__)
+def test_a_copy_or_a_pickle_is_the_model_without_a_drafter(target, again, caplog):
+    kind, drafter = type(target.model), tiny_drafter(target)
+    with dloop.attach(target.model, drafter) as attached, caplog.at_level(logging.WARNING, "dloop"):
+        twins = [again(target.model) for _ in range(2)]
+        for twin in twins:
+            assert type(twin) is kind and call(twin, dict).tolist() == [PROMPT + TEXT]
+        assert attached.last is None
+        assert [record.message for record in caplog.records] == [
+            "a copy or a pickle of an attached model has no drafter; attach the copy itself"
+        ]
+        with dloop.attach(twins[0], drafter) as own:
+            call(twins[0], dict)
+            assert own.last.mode == "dloop" and attached.last is None
+        call(target.model, dict)
+        assert attached.last.mode == "dloop"
+
+
+def test_a_replica_is_detached_and_attached_by_itself(target):
     with dloop.attach(target.model, tiny_drafter(target)) as attached:
-        twin = copy.deepcopy(target.model)
+        twin = replica(target.model)
         dloop.detach(twin)
         call(target.model, dict)
         assert attached.last.mode == "dloop"
-        second = copy.deepcopy(target.model)
+        second = replica(target.model)
         with dloop.attach(second, tiny_drafter(target)) as own:
             call(second, dict)
             assert own.last.mode == "dloop"
@@ -667,6 +745,12 @@ def test_what_cannot_be_attached_is_refused_by_name(target):
     half = copy.deepcopy(target.model).to(torch.float16)
     with pytest.raises(dloop.UserError, match="float16"):
         dloop.attach(half, drafter)
+    spread = copy.deepcopy(target.model)
+    spread.hf_device_map = {"model.embed_tokens": 0, "model.layers": 1, "lm_head": 1}
+    with pytest.raises(dloop.UserError, match=r"several devices \(0, 1\); load it on one"):
+        dloop.attach(spread, drafter)
+    spread.hf_device_map = {"": "cpu"}
+    dloop.attach(spread, drafter).detach()
     flash = copy.deepcopy(target.model)
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(dloop.UserError, match="attn_implementation='sdpa'"):

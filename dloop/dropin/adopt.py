@@ -27,6 +27,8 @@ def adopt(model: PreTrainedModel) -> HFTarget:
         raise UserError(
             f"{name} is a {type(model).__name__}, which does not generate; load it as a causal language model"
         )
+    if len(devices := devices_of(model)) > 1:
+        raise UserError(f"{name} lies on several devices ({', '.join(devices)}); load it on one: device_map={{'': 0}}")
     raw = cast(dict[str, object], model.config.to_dict())
     check_target(raw, name)
     if model.dtype not in DTYPES.values():
@@ -41,6 +43,12 @@ def adopt(model: PreTrainedModel) -> HFTarget:
     if target.config.get_text_config() is not target.config:
         raise UserError(f"{name} reads more than text; load its text model, with dloop.load_target")
     return target
+
+
+def devices_of(model: PreTrainedModel) -> list[str]:
+    """Where the model's parts lie, or are said to lie by the map they were loaded with."""
+    mapped = cast(dict[str, object], getattr(model, "hf_device_map", {}))
+    return sorted({str(place) for place in mapped.values()} or {str(weight.device) for weight in model.parameters()})
 
 
 def attention_of(model: PreTrainedModel) -> str:

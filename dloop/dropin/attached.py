@@ -7,10 +7,11 @@ it does: such calls, and other ways of decoding, say so in their `Report`.
 
 import functools
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import SupportsIndex, cast
 
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -48,7 +49,7 @@ class Attachment:
     original: type[PreTrainedModel]  # the model's class
     last: Report | None = None  # of the call of `generate` that ended last, in whatever thread
     current: Current = field(default_factory=Current)
-    told: set[str] = field(default_factory=set[str])  # lines that were logged
+    told: set[str] = field(default_factory=set[str])  # lines that were logged, their numbers left out
     tally: Tally = field(default_factory=Tally)  # over all calls
 
     @property
@@ -67,7 +68,7 @@ class Attachment:
             self.model.__class__ = self.original
 
     def fall_back(self, reason: str) -> None:
-        """Note that a call is decoded plainly; each reason is logged once."""
+        """Note that a call is decoded plainly; each kind of reason is logged once."""
         self.current.report = Report(mode="plain", reason=reason)
         self.tell(f"generate decodes plainly, without the drafter: {reason}")
 
@@ -84,9 +85,10 @@ class Attachment:
         return result
 
     def tell(self, line: str) -> None:
-        """Log a line, once."""
-        if line not in self.told:
-            self.told.add(line)
+        """Log a line, once whatever numbers it holds."""
+        kind = re.sub(r"\d+", "", line)
+        if kind not in self.told:
+            self.told.add(kind)
             log.warning(line)
 
     def why_plain(self, model: object, call: Call) -> Iterator[str]:
@@ -111,6 +113,14 @@ class Attached(GenerationMixin):
     """What stands before the original class of an attached model."""
 
     attachment: Attachment
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        """A copy or a pickle is a model of the original class, as before `attach`; this is logged once."""
+        attachment = self.attachment
+        attachment.tell("a copy or a pickle of an attached model has no drafter; attach the copy itself")
+        # Protocol 1's form, which every protocol may hold, alone lets the class be another one.
+        make, (_, *others), *state = cast(tuple[object, tuple[object, ...], object], super().__reduce_ex__(1))
+        return make, (attachment.original, *others), *state
 
     @functools.wraps(GENERATE)
     def generate(self, *args: object, **kwargs: object) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -101,6 +101,8 @@ def reasons(call: Call, context: int) -> Iterator[str]:
     if call.is_synced:
         yield "synced_gpus: other processes wait at every token"
     yield from (f"{name} is asked for" for name in OUTPUTS if call.asks_for(name))
+    if getattr(call.config, "remove_invalid_values", None):
+        yield "remove_invalid_values is asked for: drafts need logits that are finite"
     for name in MEMORY:
         if getattr(call.config, name, None) is not None:
             yield f"{name}={getattr(call.config, name)!r} is asked for"

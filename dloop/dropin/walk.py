@@ -45,6 +45,8 @@ class Keyed:
     seed: int
 
     def __call__(self, scores: Float[Tensor, "1 V"], position: int) -> int:
+        if not bool(scores.max().isfinite()):  # sync; no token has a chance: an error, and the one of plain decoding
+            return drawn(scores, position)
         where = torch.tensor([position], device=scores.device)
         return int((scores.double() + gumbel(self.seed, where, scores.shape[-1])).argmax(-1))  # sync
 
