@@ -2,7 +2,12 @@
 
 import itertools
 import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +20,10 @@ from dloop.errors import UserError
 from dloop.fast import decode as fast_decode
 from dloop.fast import drafter as fast_drafter
 from dloop.fast.drafter import FastBlockDrafter
+from dloop.fast.graphs import Forward, Graphs
+from dloop.fast.lease import Leased, lease
 from dloop.fast.ops import supports
+from dloop.fast.rows import Layout, blank
 from dloop.fast.target import FastTarget
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS
 from dloop.kernels.shapes import Heads
@@ -245,6 +253,65 @@ def test_exact_is_refused_where_it_is_not_offered():
     with pytest.raises(UserError, match="exact=True needs the fast path's kernels"):
         generate(target, None, [1, 2], max_new_tokens=2, exact=True)
     assert not generate(target, None, [1, 2], max_new_tokens=2).exact
+
+
+# Graphs and memories, without a GPU
+
+
+class Replayed:
+    """Stands for a captured graph and its event: replaying it computes anew."""
+
+    def __init__(self, forward, made):
+        self.host, self.copied, self.graph, self.fn, self.out = forward.block.copy(), self, self, forward.fn, None
+        made.append(self)
+
+    def synchronize(self): ...
+
+    def replay(self):
+        self.out = self.fn(torch.from_numpy(self.host))
+
+
+def test_of_too_many_graphs_the_one_used_least_recently_is_captured_anew(monkeypatch):
+    monkeypatch.setattr("dloop.fast.graphs.MOST_GRAPHS", 2)
+    graphs, made = Graphs(torch.device("cpu"), enabled=False), []
+    graphs.enabled = True
+    monkeypatch.setattr(graphs, "_capture", lambda forwards: Replayed(forwards[0], made))
+    layout = Layout(rows=2, tile_rows=16, tree=False)
+
+    def asked(name: str, number: int) -> int:
+        """How many were captured once this one has been asked for."""
+        block = np.full_like(blank(layout)[0], number)
+        assert graphs(name, Forward(layout, block, lambda given: (name, int(given[0])))) == (name, number)
+        return len(made)
+
+    assert [asked(name, number) for number, name in enumerate("abab")] == [1, 2, 2, 2]
+    assert [asked(name, number) for number, name in enumerate("acab")] == [2, 3, 3, 4], "b was the one to go"
+    assert asked("a", 9) == 4 and asked("c", 9) == 5
+
+
+@dataclass(eq=False)
+class Using:
+    """A session on a memory."""
+
+    memory: Leased
+
+
+def test_sessions_of_several_threads_lease_memories_of_their_own():
+    pool, together = [], threading.Barrier(8)
+
+    def fits(_memory):
+        time.sleep(0.002)  # long enough for all to look at the same one
+        return True
+
+    def work(_):
+        together.wait()
+        return lease(pool, fits, Leased, Using)
+
+    for _ in range(3):
+        with ThreadPoolExecutor(8) as threads:
+            sessions = list(threads.map(work, range(8)))
+        assert len({id(session.memory) for session in sessions}) == len(pool) == 8
+        del sessions
 
 
 # The kernels, run as Python by Triton's interpreter where there is no GPU: slowly, so two layers, which all are alike.

@@ -1,5 +1,6 @@
 """Run functions of blocks of integers; on a GPU they are captured once for each layout and replayed afterwards."""
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
@@ -12,6 +13,8 @@ from torch import Tensor
 from dloop.fast.rows import Integers, Layout, blank
 
 T = TypeVar("T")
+MOST_GRAPHS = 256  # of one memory: laws of sampling are many, and each captured graph holds memory of its own
+CAPTURING = threading.RLock()  # a capture spoils one that another thread is in the midst of
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,15 @@ class Captured(Generic[T]):
 
 
 class Graphs:
-    """Captured functions of one memory. What a call returns is overwritten by the next call with the same key."""
+    """Captured functions of one memory. What a call returns is overwritten by the next call with the same key.
+
+    Of more than `MOST_GRAPHS`, the one that was used least recently is forgotten.
+    """
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self.device = device
         self.enabled = enabled
+        # the one used last stands last
         self._captured: dict[tuple[str, tuple[Layout, ...]], Captured[object]] = {}
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
 
@@ -61,9 +68,12 @@ class Graphs:
         if not self.enabled:
             return cast(T, [each.now(self.device) for each in forwards][-1])
         key = name, tuple(each.layout for each in forwards)
-        found = self._captured.get(key)
+        found = self._captured.pop(key, None)
         if found is None:
-            found = self._captured[key] = self._capture(forwards)
+            found = self._capture(forwards)
+            if len(self._captured) >= MOST_GRAPHS:  # a capture waits for the device, so that none is replayed now
+                del self._captured[next(iter(self._captured))]
+        self._captured[key] = found
         found.copied.synchronize()
         np.concatenate([each.block for each in forwards], out=found.host)
         found.graph.replay()
@@ -85,12 +95,13 @@ class Graphs:
 
     def capture(self, fn: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture a function of device memory alone; it runs once before, and once is not to matter."""
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):  # compiles the kernels and lets libraries allocate, which a capture may not
-            fn()
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = fn()
-        return graph, out
+        with CAPTURING:
+            side = torch.cuda.Stream(self.device)
+            side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(side):  # compiles the kernels and lets libraries allocate, which a capture may not
+                fn()
+            torch.cuda.current_stream(self.device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                out = fn()
+            return graph, out

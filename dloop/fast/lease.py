@@ -1,5 +1,6 @@
 """Stores and graphs outlive a call: a session leases one, and an ended session's is taken over by the next."""
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,14 +19,16 @@ class Leased:
 
 M = TypeVar("M", bound=Leased)
 S = TypeVar("S")
+LEASING = threading.RLock()  # two threads must not find the same member free
 
 
 def lease(pool: list[M], fits: Callable[[M], bool], create: Callable[[], M], use: Callable[[M], S]) -> S:
     """A session on the first free member of the pool that fits, or on a new one."""
-    member = next((member for member in pool if member.is_free and fits(member)), None)
-    if member is None:
-        member = create()
-        pool.append(member)
-    session = use(member)
-    member.user = weakref.ref(session)
-    return session
+    with LEASING:
+        member = next((member for member in pool if member.is_free and fits(member)), None)
+        if member is None:
+            member = create()
+            pool.append(member)
+        session = use(member)
+        member.user = weakref.ref(session)
+        return session
