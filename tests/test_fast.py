@@ -182,21 +182,38 @@ def test_a_store_that_grows_keeps_what_it_holds(family, monkeypatch):
     assert memory.store.capacity == 64
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("live", [1, 2, 5])
-def test_many_prompts_give_the_texts_they_give_alone(family, temperature, live):
-    twin, target, drafter, _, _ = family
-    prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12, 13], [14, 15]]
-    options = dict(max_new_tokens=20, temperature=temperature)
-    free = [generate(twin, None, p, seed=sample_seed(3, i), **options).tokens for i, p in enumerate(prompts)]
+MANY = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12, 13], [14, 15]]
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.9])
+def alone(request) -> tuple[Settings, list[list[int]]]:
+    """How many prompts are decoded, and the texts each gives by itself."""
+    twin, options = tiny_target("qwen2", num_layers=3), dict(max_new_tokens=20, temperature=request.param)
+    free = [generate(twin, None, p, seed=sample_seed(3, i), **options).tokens for i, p in enumerate(MANY)]
     options["stop_token_ids"] = [free[1][7], free[3][11]]
-    alone = [generate(twin, None, p, seed=sample_seed(3, i), **options).tokens for i, p in enumerate(prompts)]
-    settings = Settings(seed=3, verify="match", loop_gate=-2.0, **options)
-    for one, other in ((twin, None), (target, None), (target, drafter)):
-        found = {text.index: text for text in generate_many(one, other, prompts, settings, live)}
-        assert [found[i].tokens for i in range(len(prompts))] == alone
-        assert [found[i].seed for i in range(len(prompts))] == [sample_seed(3, i) for i in range(len(prompts))]
-        assert any(text.finish_reason == "stop" for text in found.values())
+    texts = [generate(twin, None, p, seed=sample_seed(3, i), **options).tokens for i, p in enumerate(MANY)]
+    return Settings(seed=3, verify="match", loop_gate=-2.0, **options), texts
+
+
+def compare_many(target, drafter, live: int, alone: tuple[Settings, list[list[int]]]) -> None:
+    settings, texts = alone
+    found = {text.index: text for text in generate_many(target, drafter, MANY, settings, live)}
+    assert [found[i].tokens for i in range(len(MANY))] == texts
+    assert [found[i].seed for i in range(len(MANY))] == [sample_seed(3, i) for i in range(len(MANY))]
+    assert any(text.finish_reason == "stop" for text in found.values())
+
+
+@pytest.mark.parametrize("live", [1, 2, 5])
+def test_many_prompts_give_the_texts_they_give_alone(family, alone, live):
+    _, target, drafter, _, _ = family
+    compare_many(target, drafter, live, alone)
+
+
+@pytest.mark.parametrize("live", [1, 2, 5])
+@pytest.mark.parametrize("engine", ["twin", "fast"])
+def test_many_prompts_without_a_drafter_give_the_texts_they_give_alone(alone, live, engine):
+    twin = tiny_target("qwen2", num_layers=3)
+    compare_many(twin if engine == "twin" else FastTarget.of(twin), None, live, alone)
 
 
 def test_a_fault_in_one_of_many_prompts_names_it():
