@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dloop.checkpoint import write_checkpoint
-from dloop.detect import BLOCK_FAMILIES, FAMILIES
+from dloop.detect import FAMILIES
 from dloop.doubles import Script as Script
 from dloop.doubles import ScriptedDrafter as ScriptedDrafter
 from dloop.doubles import TableTarget as TableTarget
@@ -78,8 +78,6 @@ def tiny_drafter(
         model = build(read_mtp(tiny_qwen35(target), "tiny")).to(target.dtype)
     elif family == GEMMA_FAMILY:
         model = build(read_assistant(tiny_assistant(target), "tiny").for_target(target.num_layers)).to(target.dtype)
-    elif family not in BLOCK_FAMILIES:
-        raise UserError(f"family={family!r} is none of {', '.join(FAMILIES)}")
     else:
         label_shift = int(family == "dflash")
         shape |= {"num_layers": 2, "mask_token_id": target.vocab_size - 1, "gap_rows": gap_rows}
@@ -101,7 +99,7 @@ def tiny_config(family: str, shape: dict[str, object], head: MarkovHeadType | No
             return DFlashConfig(**shape)  # pyright: ignore[reportArgumentType]
         case "domino":
             return DominoConfig(**shape, emb_dim=12, gru_hidden_dim=20, pure_draft_prefix_len=1)  # pyright: ignore[reportArgumentType]
-        case _:
+        case "dspark":
             return DSparkConfig(
                 **shape,  # pyright: ignore[reportArgumentType]
                 markov_rank=0 if head is None else cast(int, shape["vocab_size"]),
@@ -109,6 +107,8 @@ def tiny_config(family: str, shape: dict[str, object], head: MarkovHeadType | No
                 confidence_head=True,
                 confidence_with_markov=head is not None,
             )
+        case _:
+            raise UserError(f"family={family!r} is none of {', '.join(FAMILIES)}")
 
 
 def tiny_qwen35(target: HFTarget) -> dict[str, object]:
