@@ -84,7 +84,7 @@ class DrafterSession:
         first = len(self.waiting.rows.token)
         self.memory.features[first : first + count].copy_(features.taps)  # the target's next answer overwrites them
         self.waiting.add_context(slot, position, count)
-        if count > MOST_WAITING:
+        if count > MOST_WAITING or len(self.committed) == 1:  # alone: the device reads while the host goes on
             self._read()
 
     def _read(self) -> None:
