@@ -17,7 +17,7 @@ from dloop.lent import of_rows
 from dloop.targets.hf import BatchFeatures
 from dloop.train import unroll
 from dloop.train.batch import TrainBatch
-from dloop.train.unroll import SharedHeadObjective, Unroll, recomputed
+from dloop.train.unroll import Unroll, UnrollObjective, recomputed
 
 
 @dataclass
@@ -50,7 +50,7 @@ def behind(queries: Float[Tensor, "B H n d"], seen: KeyValues, window: int | Non
     return attend(queries, seen, visible[None, None], scale=1.0)
 
 
-class AssistantObjective(SharedHeadObjective):
+class AssistantObjective(UnrollObjective):
     """Cross-entropy with the target's law over all its words, whose logits may be bent; the head is the drafter's."""
 
     def begin(self, batch: TrainBatch, features: BatchFeatures) -> Unroll:

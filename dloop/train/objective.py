@@ -14,6 +14,7 @@ from dloop.targets.hf import BatchFeatures
 from dloop.train.anchors import Anchors
 from dloop.train.batch import TrainBatch
 from dloop.train.losses import DSparkWeights, Sums
+from dloop.train.pieces import in_pieces
 from dloop.types import Vocabulary
 
 
@@ -52,6 +53,7 @@ class Objective(nn.Module):
     terms: ClassVar[tuple[str, ...]]
     reads_teacher: ClassVar[bool] = False
     model: HostModel
+    summed = staticmethod(in_pieces)  # how the work on the vocabulary is done
 
     def __init__(self, model: HostModel, vocabulary: Vocabulary, settings: ObjectiveSettings) -> None:
         super().__init__()
