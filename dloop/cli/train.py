@@ -98,6 +98,12 @@ class Command(Common):
     )
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "arithmetic; master weights are float32", group="speed")
     device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one", group="speed")
+    attention: Literal["auto", "dense", "flex"] = option(
+        "auto",
+        "of a block drafter's packed stages: flex leaves out blocks of keys that no row sees, dense masks them; auto: "
+        "flex on a GPU, without --cuda-graphs",
+        group="speed",
+    )
     cache_features: bool = option(False, "run the target once and keep its features in device memory", group="speed")
     compile: bool = option(False, "compile the work on the vocabulary", group="speed")
     cuda_graphs: bool = option(False, "replay steps as CUDA graphs", group="speed")

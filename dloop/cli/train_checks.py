@@ -44,6 +44,7 @@ FAMILIES_OF: dict[str, tuple[str, ...]] = {  # flags that some objectives have n
     "loss_decay_gamma": BLOCK_FAMILIES,
     "dloop_max_stage": BLOCK_FAMILIES,
     "gap_rows": BLOCK_FAMILIES,
+    "attention": BLOCK_FAMILIES,
     "init_layers": BLOCK_FAMILIES,
     "ttt_length_dist": CHAIN_FAMILIES,
     "loss_mask_shift": CHAIN_FAMILIES,
@@ -73,6 +74,8 @@ def refuse_unsupported(command: Command) -> None:
             f"--position-offset-max {command.position_offset_max} moves samples each step, and --cache-features keeps "
             "what the target says at one place; leave one of them out"
         )
+    if command.cuda_graphs and command.attention == "flex":
+        raise UserError("--attention flex is not offered with --cuda-graphs; leave one of them out")
     if command.cuda_graphs and command.accumulation_steps > 1:
         raise UserError("--cuda-graphs needs --accumulation-steps 1; leave one of them out")
 

@@ -39,7 +39,7 @@ class Published(Command):
     num_draft_layers: int | None = option(None, "layers of the drafter", group=CHECKED)
     mask_token_id: int | None = option(None, "the token of unknown rows", group=CHECKED)
     attention_backend: Literal["sdpa", "flex_attention", "eager"] = option(
-        "flex_attention", "taken, and told what is used instead: PyTorch's SDPA", group="speed"
+        "flex_attention", "flex_attention leaves --attention as it is; the others are --attention dense", group="speed"
     )
     on_the_fly_loader: bool = option(False, f"taken: {READ_AT_ONCE}", group="data")
     dataloader_num_workers: int = option(8, f"taken: {READ_AT_ONCE}", group="data")
@@ -63,8 +63,11 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
     command = parse(Published, prog, words)
     refuse(command, TAKEN)
     check_draft(command)
-    tell(prog, command.attention_backend, on_the_fly=command.on_the_fly_loader)
-    return as_command(command)
+    flex = command.attention_backend == "flex_attention"
+    if not flex and command.attention == "flex":
+        raise UserError(f"--attention flex and --attention-backend {command.attention_backend} differ; give one")
+    tell(prog, "sdpa" if flex else command.attention_backend, on_the_fly=command.on_the_fly_loader)
+    return as_command(command if flex else dataclasses.replace(command, attention="dense"))
 
 
 def as_command(command: Command) -> list[str]:

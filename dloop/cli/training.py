@@ -29,6 +29,7 @@ from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
 from dloop.train.cache import cache_features, features_of
 from dloop.train.checkpoint import latest, resume
+from dloop.train.flex import Attention, chosen
 from dloop.train.losses import DSparkWeights
 from dloop.train.objective import ObjectiveSettings
 from dloop.train.objectives import objective_of
@@ -141,6 +142,7 @@ def build_step(
             position_offset_max=command.position_offset_max,
             lambda_base_start=command.lambda_base_start,
             lambda_base_decay_ratio=command.lambda_base_decay_ratio,
+            attention=attention_of(command, model.config, target.device),
             loss_mask_shift=command.loss_mask_shift,
             weights=DSparkWeights(
                 ce=command.dspark_ce_loss_alpha,
@@ -162,6 +164,17 @@ def build_step(
     if target.device.type != "cuda":
         raise UserError(f"--cuda-graphs needs a GPU, this run is on {target.device}; leave it out")
     return GraphedStep(step)
+
+
+def attention_of(command: Command, config: HostConfig, device: torch.device) -> Attention:
+    """What packed stages attend with, told on standard error where it was left open."""
+    if not isinstance(config, BlockConfig):
+        return "dense"  # an unroll has no packed stages
+    asked = "dense" if command.cuda_graphs and command.attention == "auto" else command.attention
+    found = chosen(asked, config, device)
+    if command.attention == "auto":
+        print(f"dloop train: --attention {found}", file=sys.stderr)
+    return found
 
 
 def begin(command: Command, model: HostModel, optimizer: Optimizer, fingerprint: str) -> int:

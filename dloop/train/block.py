@@ -14,6 +14,7 @@ from dloop.targets.hf import BatchFeatures
 from dloop.train import pieces
 from dloop.train.anchors import Anchors, sample_anchors
 from dloop.train.batch import TrainBatch
+from dloop.train.flex import Attention, FlexStages
 from dloop.train.losses import (
     EPSILON,
     Sums,
@@ -28,6 +29,8 @@ from dloop.train.packed import PackedStages
 from dloop.train.pieces import Worked, even
 from dloop.types import Vocabulary
 from dloop.vocabulary import target_logits
+
+STAGES: dict[Attention, type[PackedStages]] = {"dense": PackedStages, "flex": FlexStages}
 
 
 class StageRows(NamedTuple):
@@ -77,7 +80,7 @@ class BlockObjective(Objective):
         `totals`: the weights of all parts of a step; the losses of its parts then add up. None: this batch is all.
         """
         anchors = self.draw(batch) if anchors is None else anchors
-        stages = PackedStages.begin(
+        stages = STAGES[self.settings.attention].begin(
             self.model, self.vocabulary, batch.tokens, features.taps, anchors, offsets=batch.offsets
         )
         host, sums = self.stage_sums(stages.forward(), 0, stages, batch, features)

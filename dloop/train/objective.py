@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -44,6 +44,7 @@ class ObjectiveSettings:
     weights: DSparkWeights = DSparkWeights()  # DSpark
     lambda_base_start: float = 1.0  # Domino, host training
     lambda_base_decay_ratio: float = 0.5  # Domino, host training
+    attention: Literal["dense", "flex"] = "dense"  # of block families' packed stages
     loss_mask_shift: int = 0  # EAGLE-3: the row of token t counts if token t + shift is a label
 
 
