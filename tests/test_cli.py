@@ -72,7 +72,7 @@ OPTIONS = {
     "--seed --log-interval --save-interval --num-anchors --loss-decay-gamma --position-offset-max "
     "--dspark-ce-loss-alpha --dspark-l1-loss-alpha --dspark-confidence-head-alpha --lambda-base-start "
     "--lambda-base-decay-ratio --dloop-max-stage --dloop-loss-weight --ttt-length-dist --loss-mask-shift "
-    "--gap-rows --dtype --device --cache-features "
+    "--gap-rows --dtype --device --attention --gradient-checkpointing --no-gradient-checkpointing --cache-features "
     "--no-cache-features --compile --no-compile --cuda-graphs --no-cuda-graphs --json --no-json --debug --no-debug",
 }
 

@@ -104,6 +104,9 @@ class Command(Common):
         "flex on a GPU, without --cuda-graphs",
         group="speed",
     )
+    gradient_checkpointing: bool = option(
+        False, "run stages anew for the gradient instead of keeping what they computed: less memory", group="speed"
+    )
     cache_features: bool = option(False, "run the target once and keep its features in device memory", group="speed")
     compile: bool = option(False, "compile the work on the vocabulary", group="speed")
     cuda_graphs: bool = option(False, "replay steps as CUDA graphs", group="speed")

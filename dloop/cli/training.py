@@ -143,6 +143,7 @@ def build_step(
             lambda_base_start=command.lambda_base_start,
             lambda_base_decay_ratio=command.lambda_base_decay_ratio,
             attention=attention_of(command, model.config, target.device),
+            recompute=command.gradient_checkpointing,
             loss_mask_shift=command.loss_mask_shift,
             weights=DSparkWeights(
                 ce=command.dspark_ce_loss_alpha,
@@ -167,12 +168,12 @@ def build_step(
 
 
 def attention_of(command: Command, config: HostConfig, device: torch.device) -> Attention:
-    """What packed stages attend with, told on standard error where it was left open."""
+    """What packed stages attend with, told on standard error where there was a choice and it was left open."""
     if not isinstance(config, BlockConfig):
         return "dense"  # an unroll has no packed stages
     asked = "dense" if command.cuda_graphs and command.attention == "auto" else command.attention
     found = chosen(asked, config, device)
-    if command.attention == "auto":
+    if command.attention == "auto" and device.type == "cuda":
         print(f"dloop train: --attention {found}", file=sys.stderr)
     return found
 

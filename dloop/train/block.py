@@ -83,6 +83,7 @@ class BlockObjective(Objective):
         stages = STAGES[self.settings.attention].begin(
             self.model, self.vocabulary, batch.tokens, features.taps, anchors, offsets=batch.offsets
         )
+        stages.recompute = self.settings.recompute
         host, sums = self.stage_sums(stages.forward(), 0, stages, batch, features)
         if depth == 0:
             return Loss(host / ((totals.host if totals else sums.weight) + EPSILON), sums, None)

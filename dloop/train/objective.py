@@ -45,6 +45,7 @@ class ObjectiveSettings:
     lambda_base_start: float = 1.0  # Domino, host training
     lambda_base_decay_ratio: float = 0.5  # Domino, host training
     attention: Literal["dense", "flex"] = "dense"  # of block families' packed stages
+    recompute: bool = False  # stages and steps anew for the gradient, in place of keeping what they computed
     loss_mask_shift: int = 0  # EAGLE-3: the row of token t counts if token t + shift is a label
 
 

@@ -8,6 +8,7 @@ Source of the layout: z-lab/dflash and DeepSpec (first stage); the loop stages c
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,6 +20,7 @@ from dloop.drafters.block import BlockModel
 from dloop.drafters.gap import new_gap_rows
 from dloop.drafters.memory import KeyValues, join
 from dloop.train.anchors import Anchors
+from dloop.train.pieces import recomputed
 from dloop.types import Vocabulary
 
 GROUP = 16  # anchors that share their keys: as few as still make a matrix product of a group's rows
@@ -35,6 +37,7 @@ class PackedStages:
     memory: list[KeyValues]
     offsets: Int[Tensor, "B 1"]  # RoPE position of each sample's first token
     hidden: list[Float[Tensor, "B A R D"]] = field(default_factory=list[Tensor])
+    recompute: bool = False  # a stage anew for the gradient
 
     @classmethod
     def begin(
@@ -77,7 +80,8 @@ class PackedStages:
         starts = self.starts(index)
         positions = (starts[..., None] + torch.arange(self.block_size, device=starts.device)).flatten(1)
         rows, positions = self._grouped(self._rows(starts)), self._grouped(positions + self.offsets)
-        hidden = self.model.stage(rows, positions, self.memory, self.mask())
+        stage = partial(recomputed, self.model.stage) if self.recompute else self.model.stage
+        hidden = stage(rows, positions, list(self.memory), self.mask())
         self.hidden.append(hidden.reshape(*starts.shape, self.block_size, -1))
         return self.hidden[-1]
 

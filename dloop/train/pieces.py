@@ -6,13 +6,15 @@ Source of the idea: Liger Kernel's fused linear cross-entropy.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
+T = TypeVar("T")
 ROWS = 512  # of one piece: as few as still make a full matrix product
 
 
@@ -85,3 +87,10 @@ def even(count: int, most: int) -> list[int]:
     least = -(-count // most)
     pieces = next((n for n in range(least, min(2 * least, count) + 1) if count % n == 0), least)
     return [count // pieces + (index < count % pieces) for index in range(pieces)]
+
+
+def recomputed(function: Callable[..., T], *given: object) -> T:
+    """Call it, and once more for the gradient in place of keeping what it computed."""
+    return checkpoint(  # pyright: ignore[reportUnknownVariableType, reportReturnType]
+        function, *given, use_reentrant=False, preserve_rng_state=False
+    )

@@ -7,15 +7,15 @@ Sources: EAGLE-3's training-time test; SpecForge (shifts, masks, weights); the p
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from dloop.drafters.chain import ChainModel
 from dloop.drafters.memory import KeyValues
@@ -25,7 +25,7 @@ from dloop.train.anchors import Anchors
 from dloop.train.batch import TrainBatch
 from dloop.train.losses import Sums
 from dloop.train.objective import Loss, Objective, TotalWeights
-from dloop.train.pieces import Worked, even
+from dloop.train.pieces import Worked, even, recomputed
 from dloop.types import Vocabulary
 from dloop.vocabulary import capped, target_logits
 
@@ -53,6 +53,7 @@ class Unroll:
     states: Float[Tensor, "B T _"]  # the target's; from the first step on, those that the last one gave
     memory: list[KeyValues] = field(default_factory=list[KeyValues])  # one a step
     steps: int = 0  # done
+    recompute: bool = False  # a step anew for the gradient
 
     @classmethod
     def begin(
@@ -70,7 +71,9 @@ class Unroll:
         tokens = F.pad(self.tokens[:, step + 1 :], (0, min(step + 1, self.tokens.shape[1])))
         embedded = F.embedding(tokens, self.vocabulary.embedding)
         read = self.model.handed(self.states) if step else self.states
-        self.states = self.model.rows(read, embedded, self.places(), self._attend)
+        run = partial(recomputed, self._rows) if self.recompute else self._rows
+        self.states, own = run(read, embedded, self.places(), tuple(self.memory))
+        self.memory += own
         self.steps += 1
         return self.states
 
@@ -78,9 +81,22 @@ class Unroll:
         """Where the rows of the next step stand."""
         return self.positions + self.steps
 
-    def _attend(self, queries: Float[Tensor, "B H T d"], own: KeyValues) -> Float[Tensor, "B H T d"]:
-        self.memory.append(own)
-        return joint(queries, self.memory[0], self.memory[1:])
+    def _rows(
+        self,
+        read: Float[Tensor, "B T _"],
+        embedded: Float[Tensor, "B T _"],
+        places: Int[Tensor, "#B T"],
+        memory: tuple[KeyValues, ...],
+    ) -> tuple[Float[Tensor, "B T D"], list[KeyValues]]:
+        """(states of the next step, its own keys and values), after the steps in `memory`."""
+        found: list[KeyValues] = []
+
+        def attend(queries: Tensor, own: KeyValues) -> Tensor:
+            found.append(own)
+            first, *later = (*memory, own)
+            return joint(queries, first, later)
+
+        return self.model.rows(read, embedded, places, attend), found
 
 
 def joint(queries: Float[Tensor, "B H T d"], first: KeyValues, later: Sequence[KeyValues]) -> Float[Tensor, "B H T d"]:
@@ -186,7 +202,9 @@ class UnrollObjective(Objective):
 
     def begin(self, batch: TrainBatch, features: BatchFeatures) -> Unroll:
         """The chains of a batch."""
-        return Unroll.begin(self.model, self.vocabulary, batch, self.model.reads(features.taps, features.last))
+        chains = Unroll.begin(self.model, self.vocabulary, batch, self.model.reads(features.taps, features.last))
+        chains.recompute = self.settings.recompute
+        return chains
 
     def row_sums(
         self, states: Float[Tensor, "B n D"], laws: Float[Tensor, "B n _"], counted: Bool[Tensor, "B n"]
@@ -231,10 +249,3 @@ def sizes_behind(step: int, ends: Sequence[int]) -> list[int]:
     """How many rows of a step are measured with each piece of the teacher's rows, which end at `ends`."""
     bounds = [max(0, end - step) for end in (0, *ends)]
     return [last - first for first, last in itertools.pairwise(bounds)]
-
-
-def recomputed(function: Callable[..., Tensor], *given: object) -> Tensor:
-    """Call it, and once more for the gradient in place of keeping what it computed."""
-    return checkpoint(  # pyright: ignore[reportUnknownVariableType]
-        function, *given, use_reentrant=False, preserve_rng_state=False
-    )
