@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dloop.bench.training import Kept
 from dloop.detect import BLOCK_FAMILIES, CHAIN_FAMILIES
 from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
 from dloop.testing import tiny_drafter, tiny_target
@@ -99,31 +99,18 @@ def test_pieces_give_the_values_and_gradients_of_the_whole(family, dtype, tolera
     assert found[3] <= ROWS < all_rows <= whole[3], "the dense twin holds what the pieces must not"
 
 
-class Kept(saved_tensors_hooks):
-    """Counts the bytes that autograd keeps for the gradient, each storage once."""
-
-    def __init__(self) -> None:
-        self.storages: dict[int, int] = {}
-        super().__init__(self.note, lambda tensor: tensor)
-
-    def note(self, tensor):
-        storage = tensor.untyped_storage()
-        self.storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-
 @pytest.mark.parametrize("family", KINDS)
 def test_gradient_checkpointing_keeps_less_and_changes_no_bit(family):
     found = []
     for recompute in (False, True):
         objective, batch, features, anchors = setting(family, torch.float32)
         objective.settings = replace(objective.settings, recompute=recompute)
-        kept = Kept()
+        kept = Kept([])
         with kept:
             loss = objective(batch, features, 2 if anchors is not None else 12, anchors)
         loss.total.backward()
         gradients = [p.grad for p in objective.model.parameters() if p.grad is not None]
-        found.append((loss.total.detach(), gradients, sum(kept.storages.values())))
+        found.append((loss.total.detach(), gradients, kept.most))
     (plain, before, much), (again, after, little) = found
     assert torch.equal(plain, again) and len(before) == len(after) > 5
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

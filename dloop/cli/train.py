@@ -56,6 +56,15 @@ class Command(Common):
     seed: int = option(42, "of the order of the data, the anchors and the depths", group="run")
     log_interval: int = option(50, "steps between lines of the log", group="run")
     save_interval: int = option(1000, "steps between checkpoints", group="run")
+    dry_run: bool = option(False, "check everything, tell what the run would do, and stop", group="run")
+    profile: bool = option(
+        False, "with --dry-run: time steps at every depth; FLOPs, memory and utilisation", group="run"
+    )
+    peak_tflops: float | None = option(
+        None,
+        "with --profile: the rate that utilisation is a share of; measured on a matrix product by default",
+        group="run",
+    )
     num_anchors: int = option(512, "most anchors of a sequence", group="objective")
     loss_decay_gamma: float = option(
         4.0, "row j of a stage weighs exp(-j / gamma); published: 7 for blocks of 16", group="objective"

@@ -74,6 +74,10 @@ def refuse_unsupported(command: Command) -> None:
             f"--position-offset-max {command.position_offset_max} moves samples each step, and --cache-features keeps "
             "what the target says at one place; leave one of them out"
         )
+    if command.profile and not command.dry_run:
+        raise UserError("--profile takes steps that are no part of a run; add --dry-run")
+    if command.peak_tflops is not None and not (command.profile and 0 < command.peak_tflops < math.inf):
+        raise UserError(f"--peak-tflops {command.peak_tflops} must be above 0, and goes with --profile")
     if command.cuda_graphs and command.attention == "flex":
         raise UserError("--attention flex is not offered with --cuda-graphs; leave one of them out")
     if command.cuda_graphs and command.accumulation_steps > 1:

@@ -18,6 +18,7 @@ from dloop.cli.answer import hush
 from dloop.cli.train import Command
 from dloop.cli.train_checks import make_writable, refuse_for_family, refuse_numbers, refuse_unsupported
 from dloop.cli.train_data import check_data, is_jsonl, read_jsonl
+from dloop.cli.train_plan import show_plan
 from dloop.detect import detect_family
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.families import READERS
@@ -46,7 +47,8 @@ def run(command: Command) -> int:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if command.device == "auto" else command.device
     where = check_device(device)
     data = None if is_jsonl(command.train_data_path) else TokenFile.read(command.train_data_path, command.max_length)
-    make_writable(command.output_dir)
+    if not command.dry_run:
+        make_writable(command.output_dir)
     target = load_target(command.target_model_path, command.dtype, device, engine="twin")
     model = start_model(command, target).to(where)
     refuse_for_family(command, model.config, target)
@@ -57,8 +59,11 @@ def run(command: Command) -> int:
     settings = settings_of(command, data, model.config)
     optimizer = Optimizer(model.parameters(), command.max_grad_norm)
     fingerprint = fingerprint_of(command, model, settings, data)
-    done = begin(command, model, optimizer, fingerprint)
+    done = 0 if command.dry_run else begin(command, model, optimizer, fingerprint)
     step = build_step(command, model, target, data, optimizer)
+    if command.dry_run:
+        show_plan(command, data, target, step, settings)
+        return 0
     records = follow(
         train(step, data, settings, command.output_dir, done=done, fingerprint=fingerprint), settings, done
     )
