@@ -67,9 +67,9 @@ OPTIONS = {
     "--no-json --debug --no-debug",
     "train": "--target-model-path --target-model-backend --draft-init-path --draft-config-path --init-layers "
     "--draft-rope-theta --train-data-path --chat-template --strict-data --no-strict-data --max-length "
-    "--output-dir --resume --no-resume "
+    "--eval-data-path --eval-samples --eval-max-new-tokens --eval-gate --output-dir --resume --no-resume "
     "--num-epochs --max-steps --batch-size --accumulation-steps --learning-rate --warmup-ratio --max-grad-norm "
-    "--seed --log-interval --save-interval --dry-run --no-dry-run --profile --no-profile --peak-tflops "
+    "--seed --log-interval --save-interval --keep-last --report-to --dry-run --no-dry-run --profile --no-profile --peak-tflops "
     "--num-anchors --loss-decay-gamma --position-offset-max "
     "--dspark-ce-loss-alpha --dspark-l1-loss-alpha --dspark-confidence-head-alpha --lambda-base-start "
     "--lambda-base-decay-ratio --dloop-max-stage --dloop-loss-weight --ttt-length-dist --loss-mask-shift "

@@ -18,7 +18,7 @@ from dloop.testing import good_drafter, taught_drafter, tiny_drafter, tiny_targe
 from dloop.train.anchors import Anchors, sample_anchors
 from dloop.train.batch import TokenFile, TrainBatch, batches, plan_epoch
 from dloop.train.cache import cache_features, features_of
-from dloop.train.checkpoint import STATE, latest, resume
+from dloop.train.checkpoint import STATE, Keeping, latest, resume
 from dloop.train.losses import decay_weights, lambda_base
 from dloop.train.objective import ObjectiveSettings
 from dloop.train.objectives import objective_of
@@ -276,7 +276,7 @@ def run_steps(pair, data, folder, num_steps, done=0, stop_after=None):
     step = Step(objective, lambda batch: target.features(batch.tokens, drafter.taps), optimizer)
     settings = TrainSettings(num_steps=num_steps, batch_size=4, learning_rate=1e-2, log_interval=1, save_interval=1000)
     losses = []
-    stream = train(step, data, settings, folder, done=done, fingerprint="same")
+    stream = train(step, data, settings, folder, done=done, keeping=Keeping("same"))
     for record in stream:
         losses.append(record.values)
         if record.step == stop_after:

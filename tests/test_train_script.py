@@ -94,6 +94,14 @@ def test_the_published_flags_of_dflash_and_domino_arrive():
         train_command([*NEEDED, "--loss-type", family])
 
 
+def test_evaluation_and_trackers_are_passed_on():
+    command = train_command([*NEEDED, "--eval-data-path", "held.jsonl", "--report-to", "tensorboard"])
+    assert (command.eval_data_path, command.report_to) == (Path("held.jsonl"), "tensorboard")
+    assert train_command([*NEEDED, "--report-to", "none"]).report_to == "csv"
+    with pytest.raises(UserError, match="--report-to"):
+        train_command([*NEEDED, "--report-to", "wandb"])
+
+
 def test_every_flag_arrives():
     words = [
         "--init-layers",
@@ -128,8 +136,6 @@ def test_every_attention_backend_is_taken_and_told(backend, capsys):
         "--lm-head-key head",
         "--loss-type dpace",
         "--dpace-alpha 0.7",
-        "--eval-data-path x.jsonl",
-        "--report-to wandb",
     ],
 )
 def test_what_is_not_offered_is_refused_with_the_way_out(words):

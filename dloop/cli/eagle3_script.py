@@ -33,11 +33,9 @@ TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
     "sp_ring_size": ((1,), ONE_DEVICE),
     "shard_target_output": ((False,), ONE_DEVICE),
     "train_hidden_states_path": ((None,), "features are computed in the trainer; --cache-features keeps them"),
-    "eval_data_path": ((None,), NO_EVALUATION),
     "eval_hidden_states_path": ((None,), NO_EVALUATION),
     "model_download_dir": ((None,), "checkpoints go to the hub's own cache (HF_HOME); leave it out"),
     "total_steps": ((None,), "the schedule ends with the run; leave it out, or give --max-num-steps"),
-    "report_to": (("none",), "the log is train.csv in --output-dir; use --report-to none"),
 }
 
 
@@ -84,10 +82,9 @@ class Published(Command):
     cache_dir: str | None = option(None, "taken: tokens are not kept on disk", group="data")
     cache_key: str | None = option(None, "taken: tokens are not kept on disk", group="data")
     dist_timeout: int = option(20, "taken: one process waits for no other", group="run")
-    eval_interval: int = option(5000, "taken: means nothing without --eval-data-path", group="run")
+    eval_interval: int = option(5000, "taken: every checkpoint is measured, see --save-interval", group="run")
     verbose: bool = option(False, "taken: the log has a line every --log-interval steps", group="run")
     train_hidden_states_path: Path | None = option(None, "features computed before", group=FORMER)
-    eval_data_path: Path | None = option(None, "held-out data", group=FORMER)
     eval_hidden_states_path: Path | None = option(None, "features of held-out data", group=FORMER)
     is_preformatted: bool = option(False, "texts with the chat template already in them", group=FORMER)
     train_only_last_turn: bool = option(False, "labels of the last answer alone", group=FORMER)
@@ -104,7 +101,9 @@ class Published(Command):
     kl_decay: float = option(3.0, "of another objective", group=FORMER)
     model_download_dir: str | None = option(None, "where checkpoints are kept", group=FORMER)
     total_steps: int | None = option(None, "steps of the schedule", group=FORMER)
-    report_to: str = option("none", "tracker", group=FORMER)
+    report_to: Literal["none", "csv", "tensorboard"] = option(  # pyright: ignore[reportIncompatibleVariableOverride]
+        "none", "none: train.csv alone", group="run"
+    )
 
 
 def forwarded(prog: str, words: list[str]) -> list[str]:
@@ -132,6 +131,7 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
             "--accumulation-steps", command.accumulation_steps, ACCUMULATION, command.draft_accumulation_steps, 1
         ),
         chat_template=command.chat_template if is_text else "model",
+        report_to="csv" if command.report_to == "none" else command.report_to,
         ttt_length_dist=command.ttt_length_dist or (length_of(command),),
     )
     return as_command(meant)

@@ -44,6 +44,15 @@ class Command(Common):
     )
     strict_data: bool = option(False, "stop at the first malformed line instead of skipping it", group="data")
     max_length: int = option(3072, "samples are cut at this many tokens", group="data")
+    eval_data_path: Path | None = option(
+        None,
+        "held-out prompts (.jsonl as for dloop data, or .npz): every checkpoint's acceptance length on the target's "
+        "greedy answers",
+        group="evaluation",
+    )
+    eval_samples: int = option(16, "prompts of them", group="evaluation")
+    eval_max_new_tokens: int = option(128, "most tokens of an answer", group="evaluation")
+    eval_gate: float = option(-0.5, "loop gate that acceptance is measured under", group="evaluation")
     output_dir: Path = required("where checkpoints and train.csv go", group="run")
     resume: bool = option(False, "go on from the latest checkpoint in --output-dir", group="run")
     num_epochs: int = option(1, "passes over the data", group="run")
@@ -56,6 +65,12 @@ class Command(Common):
     seed: int = option(42, "of the order of the data, the anchors and the depths", group="run")
     log_interval: int = option(50, "steps between lines of the log", group="run")
     save_interval: int = option(1000, "steps between checkpoints", group="run")
+    keep_last: int | None = option(
+        None, "checkpoints that stay, beside the one with the best measured acceptance; all by default", group="run"
+    )
+    report_to: Literal["csv", "tensorboard"] = option(
+        "csv", "train.csv is always written; tensorboard beside it", group="run"
+    )
     dry_run: bool = option(False, "check everything, tell what the run would do, and stop", group="run")
     profile: bool = option(
         False, "with --dry-run: time steps at every depth; FLOPs, memory and utilisation", group="run"

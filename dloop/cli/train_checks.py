@@ -31,6 +31,9 @@ RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (  # written so th
     ("position_offset_max", lambda value: 0 <= value < 2**31, "at least 0 (0 leaves positions alone)"),
     ("dloop_max_stage", lambda value: value >= 0, "at least 0 (0 trains the host alone)"),
     ("dloop_loss_weight", lambda value: 0 <= value <= 1, "a weight from 0 to 1"),
+    ("eval_samples", lambda value: value >= 1, "at least 1"),
+    ("eval_max_new_tokens", lambda value: value >= 2, "at least 2"),
+    ("eval_gate", lambda value: value == value, "a number; 1 never opens"),
     ("loss_mask_shift", lambda value: value in (0, 1), "0 or 1"),
 )
 FAMILIES_OF: dict[str, tuple[str, ...]] = {  # flags that some objectives have no use for
@@ -90,6 +93,8 @@ def refuse_numbers(command: Command) -> None:
         value = getattr(command, name)
         if not holds(value):
             raise UserError(f"--{name.replace('_', '-')} {value} must be {words}")
+    if command.keep_last is not None and command.keep_last < 1:
+        raise UserError(f"--keep-last {command.keep_last} must be at least 1; leave it out to keep all")
     lengths = command.ttt_length_dist
     if lengths is not None and not (lengths and all(1 <= length <= MOST_STEPS for length in lengths)):
         given = spelled(lengths)

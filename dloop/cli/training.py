@@ -3,15 +3,13 @@
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dloop import checkpoint
 from dloop.cli.answer import hush
@@ -19,6 +17,8 @@ from dloop.cli.train import Command
 from dloop.cli.train_checks import make_writable, refuse_for_family, refuse_numbers, refuse_unsupported
 from dloop.cli.train_data import check_data, is_jsonl, read_jsonl
 from dloop.cli.train_plan import show_plan
+from dloop.cli.train_show import follow, tracked
+from dloop.cli.train_watch import judge_of, raise_alarms, tracker_of
 from dloop.detect import detect_family
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.families import READERS
@@ -29,7 +29,7 @@ from dloop.misfits import check_pair
 from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
 from dloop.train.cache import cache_features, features_of
-from dloop.train.checkpoint import latest, resume
+from dloop.train.checkpoint import Keeping, best, latest, resume, tau_of
 from dloop.train.flex import Attention, chosen
 from dloop.train.losses import DSparkWeights
 from dloop.train.objective import ObjectiveSettings
@@ -64,17 +64,27 @@ def run(command: Command) -> int:
     if command.dry_run:
         show_plan(command, data, target, step, settings)
         return 0
-    records = follow(
-        train(step, data, settings, command.output_dir, done=done, fingerprint=fingerprint), settings, done
-    )
-    finished = latest(command.output_dir)
-    if command.json:
-        names = ("step", "epoch", "rate", "step_ms", *columns(step.objective))
-        rows = [dict(zip(names, (*r[:4], *r.values), strict=True)) for r in records]
-        print(json.dumps({"schema": 1, "checkpoint": str(finished), "steps": settings.num_steps, "records": rows}))
-    else:
-        print(finished)
+    raise_alarms(command, target, data, step.step if isinstance(step, GraphedStep) else step)
+    keeping = Keeping(fingerprint, command.keep_last, judge_of(command, target))
+    with tracker_of(command) as tracker:
+        stream = train(step, data, settings, command.output_dir, done=done, keeping=keeping)
+        records = follow(tracked(stream, tracker, columns(step.objective)), settings, done)
+    report(command, records, settings, columns(step.objective))
     return 0
+
+
+def report(command: Command, records: list[Record], settings: TrainSettings, names: tuple[str, ...]) -> None:
+    """The last checkpoint, and the best one if any was measured."""
+    finished, leading = latest(command.output_dir), best(command.output_dir)
+    if command.json:
+        names = ("step", "epoch", "rate", "step_ms", *names)
+        rows = [dict(zip(names, (*r[:4], *r.values), strict=True)) for r in records]
+        named = {"checkpoint": str(finished), "best": None if leading is None else str(leading)}
+        print(json.dumps({"schema": 1, **named, "steps": settings.num_steps, "records": rows}))
+    else:
+        if leading is not None:
+            print(f"dloop train: best measured: {leading.name}, tau {tau_of(leading):.3f}", file=sys.stderr)
+        print(finished)
 
 
 def start_model(command: Command, target: HFTarget) -> HostModel:
@@ -216,26 +226,3 @@ def digest(arrays: Iterable[np.ndarray]) -> str:
         found.update(repr((array.dtype.str, array.shape)).encode())
         found.update(np.ascontiguousarray(array).data)
     return found.hexdigest()
-
-
-def follow(stream: Iterator[Record], settings: TrainSettings, done: int) -> list[Record]:
-    """Show the records as they come; quiet when standard error is not a terminal, but for one line each."""
-    records: list[Record] = []
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("training", total=settings.num_steps, completed=done)
-        for record in stream:
-            records.append(record)
-            progress.update(task, completed=record.step, description=describe(record))
-    return records
-
-
-def describe(record: Record) -> str:
-    """One line for the progress bar."""
-    return f"loss {record.values[0]:.3f}  rate {record.rate:.1e}  {record.step_ms:.0f} ms/step"

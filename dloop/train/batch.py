@@ -169,3 +169,10 @@ def batches(data: TokenFile, batch_size: int, seed: int, first_step: int, num_st
             epoch = step // per_epoch
             plan = plan_epoch(lengths, batch_size, seed, epoch)
         yield data.collate(plan[step % per_epoch])
+
+
+def samples_of_batch(data: TokenFile, batch_size: int, seed: int, index: int) -> np.ndarray:
+    """The numbers of the samples in one of the batches, counted from the first step on."""
+    lengths = np.minimum(data.lens.sum(1), data.max_length)
+    epoch, place = divmod(index, len(data) // batch_size)
+    return plan_epoch(lengths, batch_size, seed, epoch)[place]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from dloop.drafters.block import BlockModel
@@ -243,7 +243,7 @@ class DominoObjective(BlockObjective):
         self.lambda_base.fill_(value)
 
 
-def states_at(states: Float[Tensor, "B T D"], positions: Int[Tensor, "B A k"]) -> Float[Tensor, "B A k D"]:
+def states_at(states: Shaped[Tensor, "B T D"], positions: Int[Tensor, "B A k"]) -> Shaped[Tensor, "B A k D"]:
     """The states at these positions; beyond the end the last one, whose row weighs nothing."""
     where = positions.clamp(max=states.shape[1] - 1).flatten(1)[..., None].expand(-1, -1, states.shape[-1])
     return states.gather(1, where).unflatten(1, positions.shape[1:])

@@ -1,8 +1,12 @@
 """Checkpoint folders `epoch_{e}_step_{s}`: a standard checkpoint of the host, and what an exact resume needs."""
 
+import json
+import math
+import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -13,10 +17,21 @@ from dloop import checkpoint
 from dloop.drafters.families import write_config
 from dloop.drafters.host import HostModel
 from dloop.errors import UserError
+from dloop.records import number
+from dloop.train.acceptance import Acceptance
 from dloop.train.optim import Optimizer
 
-STATE = "training_state.pt"
+STATE, JUDGED, PARTIAL = "training_state.pt", "acceptance.json", ".partial"
 NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What checkpoints carry, and which of them stay."""
+
+    fingerprint: str = ""  # of all that decides the run's numbers
+    last: int | None = None  # how many stay beside the best one; None: all
+    judge: Callable[[HostModel], Acceptance] | None = None
 
 
 class Progress(NamedTuple):
@@ -42,7 +57,7 @@ def save(output_dir: Path, progress: Progress, model: HostModel, optimizer: Opti
             f"weights or optimiser state are not finite after step {progress.step}, so {folder.name} is not written; "
             "lower the learning rate"
         )
-    partial = output_dir / f".{folder.name}.partial"
+    partial = output_dir / f".{folder.name}{PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
     checkpoint.write_checkpoint(partial, write_config(model.config, "bfloat16"), weights)
     state = {
@@ -53,17 +68,71 @@ def save(output_dir: Path, progress: Progress, model: HostModel, optimizer: Opti
         "optimizer": adam,
     }
     torch.save(state, partial / STATE)
+    for path in (*partial.iterdir(), partial):
+        settle(path)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+    settle(output_dir)
     return folder
+
+
+def settle(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on the disk: a rename must not overtake what it names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def judge(folder: Path, model: HostModel, keeping: Keeping) -> None:
+    """Measure a new checkpoint's acceptance, if the run measures at all, and write it beside the weights."""
+    if keeping.judge is None:
+        return
+    found = keeping.judge(model)
+    text = json.dumps({**found, "gate": number(found["gate"])}, indent=1, allow_nan=False) + "\n"
+    partial = folder / f".{JUDGED}{PARTIAL}"
+    partial.write_text(text)
+    settle(partial)
+    partial.replace(folder / JUDGED)
+
+
+def tau_of(folder: Path) -> float:
+    """The acceptance length that was measured of a checkpoint; below all others without one."""
+    try:
+        return float(json.loads((folder / JUDGED).read_text())["tau"])
+    except (OSError, ValueError, KeyError):
+        return -math.inf
+
+
+def best(output_dir: Path) -> Path | None:
+    """The checkpoint with the largest measured acceptance length; the later one of equals. None if none is measured."""
+    found = max(checkpoints(output_dir), key=lambda path: (tau_of(path), steps_of(path.name)), default=None)
+    return None if found is None or tau_of(found) == -math.inf else found
+
+
+def prune(output_dir: Path, keep_last: int | None) -> None:
+    """Leave the last so many checkpoints, and the best one; and nothing of saves that were killed."""
+    for path in output_dir.glob(f".epoch_*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
+    if keep_last is None:
+        return
+    ordered = sorted(checkpoints(output_dir), key=lambda path: steps_of(path.name))
+    for path in ordered[:-keep_last]:
+        if path != best(output_dir):
+            doomed = path.rename(path.with_name(f".{path.name}{PARTIAL}"))  # never half a checkpoint under its name
+            shutil.rmtree(doomed)
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """All that can be resumed from."""
+    found = output_dir.glob("epoch_*_step_*")
+    return [path for path in found if (path / STATE).is_file() and NAME.fullmatch(path.name)]
 
 
 def latest(output_dir: Path) -> Path | None:
     """The checkpoint with the most steps that can be resumed from."""
-    found = [
-        path for path in output_dir.glob("epoch_*_step_*") if (path / STATE).is_file() and NAME.fullmatch(path.name)
-    ]
-    return max(found, key=lambda path: steps_of(path.name), default=None)
+    return max(checkpoints(output_dir), key=lambda path: steps_of(path.name), default=None)
 
 
 def steps_of(name: str) -> int:
