@@ -123,6 +123,7 @@ for number, kill in enumerate(map(int, sys.argv[1].split(","))):
 """
 
 
+@pytest.mark.slow
 def test_sigkill_at_steps_and_in_the_midst_of_a_save_changes_no_bit(folders):
     """Real kills: at the third step, while the next checkpoint is being written (torn), at the second step after."""
     assert entry(long_command(folders, "whole")) == 0

@@ -442,7 +442,7 @@ def test_interrupts_during_a_save_do_not_lose_it(tmp_path, pair, monkeypatch):
     def disturbed(*given):
         for _ in range(4):
             signal.raise_signal(signal.SIGINT)
-        save(*given)
+        return save(*given)
 
     monkeypatch.setattr(dloop.train.trainer, "save", disturbed)
     data, before = TokenFile.read(token_file(tmp_path / "t.npz", pair[0]), 64), signal.getsignal(signal.SIGINT)

@@ -81,7 +81,6 @@ class Published(Command):
     build_dataset_num_proc: int | None = option(None, f"taken: {READ_AT_ONCE}", group="data")
     cache_dir: str | None = option(None, "taken: tokens are not kept on disk", group="data")
     cache_key: str | None = option(None, "taken: tokens are not kept on disk", group="data")
-    dist_timeout: int = option(20, "taken: one process waits for no other", group="run")
     eval_interval: int = option(5000, "taken: every checkpoint is measured, see --save-interval", group="run")
     verbose: bool = option(False, "taken: the log has a line every --log-interval steps", group="run")
     train_hidden_states_path: Path | None = option(None, "features computed before", group=FORMER)

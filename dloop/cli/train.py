@@ -57,7 +57,7 @@ class Command(Common):
     resume: bool = option(False, "go on from the latest checkpoint in --output-dir", group="run")
     num_epochs: int = option(1, "passes over the data", group="run")
     max_steps: int | None = option(None, "optimiser steps; replaces --num-epochs", group="run")
-    batch_size: int = option(1, "sequences of a forward", group="run")
+    batch_size: int = option(1, "sequences of a forward, in each process", group="run")
     accumulation_steps: int = option(1, "forwards of an optimiser step", group="run")
     learning_rate: float = option(6e-4, "peak rate of AdamW", group="run")
     warmup_ratio: float = option(0.04, "share of the steps that warm up; a cosine to 0 follows", group="run")
@@ -71,6 +71,13 @@ class Command(Common):
     report_to: Literal["csv", "tensorboard"] = option(
         "csv", "train.csv is always written; tensorboard beside it", group="run"
     )
+    parallel: Literal["ddp", "fsdp"] = option(
+        "ddp",
+        "several processes (torchrun), each with its part of every batch: ddp keeps the drafter in all, fsdp spreads "
+        "weights, gradients and optimiser state",
+        group="run",
+    )
+    dist_timeout: int = option(30, "minutes that a process waits for the others", group="run")
     dry_run: bool = option(False, "check everything, tell what the run would do, and stop", group="run")
     profile: bool = option(
         False, "with --dry-run: time steps at every depth; FLOPs, memory and utilisation", group="run"

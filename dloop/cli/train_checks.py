@@ -1,7 +1,6 @@
 """What `dloop train` refuses before and after it has seen the models: one line, the value and the way out."""
 
 import math
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from dloop.detect import BLOCK_FAMILIES, CHAIN_FAMILIES
 from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
+from dloop.train.parallel import from_environment
 
 MOST_ANCHORS = 100_000
 RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (  # written so that NaN breaks every one
@@ -31,6 +31,7 @@ RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (  # written so th
     ("position_offset_max", lambda value: 0 <= value < 2**31, "at least 0 (0 leaves positions alone)"),
     ("dloop_max_stage", lambda value: value >= 0, "at least 0 (0 trains the host alone)"),
     ("dloop_loss_weight", lambda value: 0 <= value <= 1, "a weight from 0 to 1"),
+    ("dist_timeout", lambda value: value >= 1, "at least 1 minute"),
     ("eval_samples", lambda value: value >= 1, "at least 1"),
     ("eval_max_new_tokens", lambda value: value >= 2, "at least 2"),
     ("eval_gate", lambda value: value == value, "a number; 1 never opens"),
@@ -57,12 +58,8 @@ FAMILIES_OF: dict[str, tuple[str, ...]] = {  # flags that some objectives have n
 
 def refuse_unsupported(command: Command) -> None:
     """Flags that cannot be honoured here are refused by name, before anything is loaded."""
-    processes = os.environ.get("WORLD_SIZE") or "1"
-    if processes != "1":
-        raise UserError(
-            f"WORLD_SIZE={processes}: training runs as one process so far; start it with --nnodes 1 --nproc_per_node 1 "
-            f"or without torchrun (--accumulation-steps {processes} keeps the batch of a step)"
-        )
+    if from_environment().world > 1 and command.cuda_graphs:
+        raise UserError("--cuda-graphs is for one process; leave it out under torchrun")
     if command.target_model_backend == "sglang":
         raise UserError("--target-model-backend sglang is not offered; hf runs the target inside the trainer")
     if (command.draft_init_path is None) == (command.draft_config_path is None):

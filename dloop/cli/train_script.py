@@ -42,7 +42,6 @@ class Published(Command):
     dataloader_num_workers: int = option(8, f"taken: {READ_AT_ONCE}", group="data")
     build_dataset_num_proc: int | None = option(None, f"taken: {READ_AT_ONCE}", group="data")
     cache_dir: str | None = option(None, "taken: tokens are not kept on disk", group="data")
-    dist_timeout: int = option(30, "taken: one process waits for no other", group="run")
     eval_interval: int = option(1000, "taken: every checkpoint is measured, see --save-interval", group="run")
     is_preformatted: bool = option(False, "texts with the chat template already in them", group=FORMER)
     trust_remote_code: bool = option(False, "run code of a checkpoint", group=FORMER)

@@ -25,7 +25,8 @@ from dloop.targets.hf import HFTarget
 from dloop.train.acceptance import Acceptance, Text, measure
 from dloop.train.alarms import shift_of_labels
 from dloop.train.batch import TokenFile
-from dloop.train.step import Step
+from dloop.train.cache import features_of
+from dloop.train.objective import Objective
 
 AT_ONCE = 16  # texts that the target writes together
 logger = logging.getLogger("dloop")
@@ -88,7 +89,7 @@ def held_out(command: Command, target: HFTarget) -> list[list[int]]:
     return prompts
 
 
-def raise_alarms(command: Command, target: HFTarget, data: TokenFile, step: Step) -> None:
+def raise_alarms(command: Command, target: HFTarget, data: TokenFile, objective: Objective) -> None:
     """Warn of data of another target or template, of samples without a label, and of labels off by one."""
     for name in stale(command.train_data_path, target):
         logger.warning(f"{command.train_data_path} was made with another {name} than this run's; make it again")
@@ -107,7 +108,9 @@ def raise_alarms(command: Command, target: HFTarget, data: TokenFile, step: Step
         )
     first = max(range(min(len(data), 64)), key=lambda index: int(data.sample(index).labels.sum()))
     batch = data.collate(np.array([first])).to(target.device)
-    shift = shift_of_labels(step.objective, batch, step.features(batch))
+    taps = objective.model.config.target_layer_ids
+    features = features_of(target, taps, batch, last=objective.reads_teacher)
+    shift = shift_of_labels(objective, batch, features)
     if shift is not None:
         logger.warning(
             f"the drafter's predictions fit the token {'before' if shift < 0 else 'after'} each label better than the "

@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import logging
+import os
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +15,7 @@ import numpy as np
 import torch
 
 from dloop import checkpoint
-from dloop.cli.answer import hush
+from dloop.cli.answer import device_of, hush
 from dloop.cli.train import Command
 from dloop.cli.train_checks import make_writable, refuse_for_family, refuse_numbers, refuse_unsupported
 from dloop.cli.train_data import check_data, is_jsonl, read_jsonl
@@ -32,11 +35,22 @@ from dloop.train.cache import cache_features, features_of
 from dloop.train.checkpoint import Keeping, best, latest, resume, tau_of
 from dloop.train.flex import Attention, chosen
 from dloop.train.losses import DSparkWeights
-from dloop.train.objective import ObjectiveSettings
+from dloop.train.objective import Objective, ObjectiveSettings
 from dloop.train.objectives import objective_of
 from dloop.train.optim import Optimizer
+from dloop.train.parallel import ALONE, Share, from_environment, join, shard
 from dloop.train.start import choose_vocabulary, fresh
-from dloop.train.trainer import GraphedStep, Record, Step, TrainSettings, check, columns, steps_of_epochs, train
+from dloop.train.trainer import (
+    GraphedStep,
+    Record,
+    Step,
+    TrainSettings,
+    check,
+    columns,
+    steps_of_epochs,
+    together,
+    train,
+)
 
 
 def run(command: Command) -> int:
@@ -44,32 +58,48 @@ def run(command: Command) -> int:
     refuse_unsupported(command)
     refuse_numbers(command)
     hush()
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if command.device == "auto" else command.device
-    where = check_device(device)
+    share = from_environment()
+    device = device_of(command.device)
+    if share.world > 1 and device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    join(share, check_device(device), command.dist_timeout)
+    if not share.rank:
+        return work(command, share, device)
+    logging.getLogger("dloop").setLevel(logging.ERROR)  # one process speaks for all
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        return work(command, share, device)
+
+
+def work(command: Command, share: Share, device: str) -> int:
+    """What every process does."""
     data = None if is_jsonl(command.train_data_path) else TokenFile.read(command.train_data_path, command.max_length)
     if not command.dry_run:
         make_writable(command.output_dir)
     target = load_target(command.target_model_path, command.dtype, device, engine="twin")
-    model = start_model(command, target).to(where)
+    model = start_model(command, target).to(target.device)
     refuse_for_family(command, model.config, target)
     data = data or read_jsonl(command, target, model.config)
     check_data(data, target, command)
     if command.draft_config_path is not None:
         choose_vocabulary(model, data)
-    settings = settings_of(command, data, model.config)
-    optimizer = Optimizer(model.parameters(), command.max_grad_norm)
+    settings = settings_of(command, data, model.config, share)
     fingerprint = fingerprint_of(command, model, settings, data)
+    objective = build_objective(command, model, target, share)
+    if not command.dry_run:
+        raise_alarms(command, target, data, objective)
+    if share.world > 1 and command.parallel == "fsdp":
+        shard(objective)
+    optimizer = Optimizer(model.parameters(), command.max_grad_norm)
     done = 0 if command.dry_run else begin(command, model, optimizer, fingerprint)
-    step = build_step(command, model, target, data, optimizer)
+    step = build_step(command, objective, target, data, optimizer)
     if command.dry_run:
         show_plan(command, data, target, step, settings)
         return 0
-    raise_alarms(command, target, data, step.step if isinstance(step, GraphedStep) else step)
-    keeping = Keeping(fingerprint, command.keep_last, judge_of(command, target))
-    with tracker_of(command) as tracker:
+    keeping = Keeping(fingerprint, command.keep_last, None if share.rank else judge_of(command, target))
+    with nullcontext() if share.rank else tracker_of(command) as tracker:
         stream = train(step, data, settings, command.output_dir, done=done, keeping=keeping)
-        records = follow(tracked(stream, tracker, columns(step.objective)), settings, done)
-    report(command, records, settings, columns(step.objective))
+        records = follow(tracked(stream, tracker, columns(objective)), settings, done)
+    report(command, records, settings, columns(objective))
     return 0
 
 
@@ -117,7 +147,7 @@ def read_config(path: Path, what: str) -> HostConfig:
     return READERS[detect_family(raw, str(path))](raw, str(path))
 
 
-def settings_of(command: Command, data: TokenFile, config: HostConfig) -> TrainSettings:
+def settings_of(command: Command, data: TokenFile, config: HostConfig, share: Share) -> TrainSettings:
     """How long and how fast, from the flags."""
     settings = TrainSettings(
         num_steps=1,
@@ -128,6 +158,7 @@ def settings_of(command: Command, data: TokenFile, config: HostConfig) -> TrainS
         accumulation_steps=command.accumulation_steps,
         dloop_max_stage=command.dloop_max_stage,
         ttt_lengths=() if isinstance(config, BlockConfig) else command.ttt_length_dist or published_lengths(config),
+        share=share,
         seed=command.seed,
         log_interval=command.log_interval,
         save_interval=command.save_interval,
@@ -143,33 +174,36 @@ def published_lengths(config: HostConfig) -> tuple[int, ...]:
     return tuple(config.stage_len * stages for stages in (1, 2, 3))
 
 
-def build_step(
-    command: Command, model: HostModel, target: HFTarget, data: TokenFile, optimizer: Optimizer
-) -> Step | GraphedStep:
-    """The objective and one step of it, with the accelerations asked for."""
-    objective = objective_of(
-        model,
-        target.vocabulary,
-        ObjectiveSettings(
-            num_anchors=command.num_anchors,
-            loss_decay_gamma=command.loss_decay_gamma,
-            dloop_loss_weight=command.dloop_loss_weight,
-            position_offset_max=command.position_offset_max,
-            lambda_base_start=command.lambda_base_start,
-            lambda_base_decay_ratio=command.lambda_base_decay_ratio,
-            attention=attention_of(command, model.config, target.device),
-            recompute=command.gradient_checkpointing,
-            loss_mask_shift=command.loss_mask_shift,
-            weights=DSparkWeights(
-                ce=command.dspark_ce_loss_alpha,
-                l1=command.dspark_l1_loss_alpha,
-                confidence=command.dspark_confidence_head_alpha,
-            ),
-        ),
+def build_objective(command: Command, model: HostModel, target: HFTarget, share: Share) -> Objective:
+    """What the family minimises, from the flags."""
+    weights = DSparkWeights(
+        ce=command.dspark_ce_loss_alpha,
+        l1=command.dspark_l1_loss_alpha,
+        confidence=command.dspark_confidence_head_alpha,
     )
+    settings = ObjectiveSettings(
+        num_anchors=command.num_anchors,
+        loss_decay_gamma=command.loss_decay_gamma,
+        dloop_loss_weight=command.dloop_loss_weight,
+        position_offset_max=command.position_offset_max,
+        lambda_base_start=command.lambda_base_start,
+        lambda_base_decay_ratio=command.lambda_base_decay_ratio,
+        attention=attention_of(command, model.config, target.device),
+        recompute=command.gradient_checkpointing,
+        share=share,
+        loss_mask_shift=command.loss_mask_shift,
+        weights=weights,
+    )
+    return objective_of(model, target.vocabulary, settings)
+
+
+def build_step(
+    command: Command, objective: Objective, target: HFTarget, data: TokenFile, optimizer: Optimizer
+) -> Step | GraphedStep:
+    """One step of the objective, with the accelerations asked for."""
     if command.compile:
         objective.compile_rows()
-    taps, last = model.config.target_layer_ids, objective.reads_teacher
+    taps, last = objective.model.config.target_layer_ids, objective.reads_teacher
     if command.cache_features:
         features = cache_features(target, data, taps, max(command.batch_size, 16), last=last)
     else:
@@ -209,7 +243,7 @@ def fingerprint_of(command: Command, model: HostModel, settings: TrainSettings, 
     objective = [getattr(command, name) for name in vars(command) if name.startswith(chosen)]
     facts = (
         model.config,
-        replace(settings, log_interval=1, save_interval=1),
+        replace(settings, log_interval=1, save_interval=1, batch_size=together(settings), share=ALONE),
         objective,
         command.target_model_path,
         command.dtype,

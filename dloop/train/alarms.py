@@ -12,6 +12,7 @@ from dloop.train.batch import TrainBatch
 from dloop.train.block import states_at
 from dloop.train.objective import Objective
 from dloop.train.packed import PackedStages
+from dloop.train.parallel import whole
 from dloop.train.unroll import UnrollObjective
 
 STEPS = 8  # a tensor whose neighbour starts at zero has no gradient in the first step
@@ -32,7 +33,9 @@ class Frozen:
             return None
         self.left -= 1
         for name, parameter in list(self.silent.items()):
-            if parameter.grad is not None and bool(parameter.grad.count_nonzero()):  # sync, in the first steps alone
+            if parameter.grad is not None and bool(
+                whole(parameter.grad).count_nonzero()
+            ):  # sync, in the first steps alone
                 del self.silent[name]
         if self.left or not self.silent:
             return None

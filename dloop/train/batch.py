@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dloop.errors import UserError
+from dloop.train.parallel import ALONE, Share
 
 BUCKET = 32  # batches sorted by length together: little padding, little loss of randomness
 PAD_TO = 64  # few distinct widths, so that compiled kernels are reused
@@ -32,13 +33,18 @@ class TrainBatch:
     def to(self, device: torch.device) -> "TrainBatch":
         return TrainBatch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors()))
 
-    def shifted(self, position_offset_max: int) -> "TrainBatch":
+    def shifted(self, position_offset_max: int, share: Share = ALONE) -> "TrainBatch":
         """The same samples at positions drawn afresh: each begins at one of 0..position_offset_max - length.
 
         No host copy. Source: the published README's `--position-offset-max`.
         """
         room = position_offset_max - self.lengths + 1
-        return replace(self, offsets=(torch.rand(room.shape, device=room.device) * room).long())
+        drawn = share.rows(torch.rand(len(room) * share.world, device=room.device))
+        return replace(self, offsets=(drawn * room).long())
+
+    def of(self, share: Share) -> "TrainBatch":
+        """The rows of one process; the width stays that of all."""
+        return TrainBatch(*(share.rows(tensor) for tensor in self.tensors()))
 
 
 class Sample(NamedTuple):

@@ -104,7 +104,9 @@ class BlockObjective(Objective):
 
     def draw(self, batch: TrainBatch) -> Anchors:
         """Fresh anchors for a batch."""
-        return sample_anchors(batch.loss_mask, self.settings.num_anchors)
+        share, (count, width) = self.settings.share, batch.loss_mask.shape
+        keys = torch.rand(count * share.world, width - 1, device=batch.loss_mask.device)
+        return sample_anchors(batch.loss_mask, self.settings.num_anchors, share.rows(keys))
 
     def total_weights(self, parts: Sequence[tuple[TrainBatch, Anchors]], depth: int) -> TotalWeights:
         host, loop = (

@@ -8,18 +8,19 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from dloop import checkpoint
 from dloop.drafters.families import write_config
-from dloop.drafters.host import HostModel
+from dloop.drafters.host import HostConfig, HostModel
 from dloop.errors import UserError
 from dloop.records import number
 from dloop.train.acceptance import Acceptance
 from dloop.train.optim import Optimizer
+from dloop.train.parallel import gathered, like
 
 STATE, JUDGED, PARTIAL = "training_state.pt", "acceptance.json", ".partial"
 NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
@@ -41,17 +42,29 @@ class Progress(NamedTuple):
     step: int  # optimiser steps done
 
 
-def save(output_dir: Path, progress: Progress, model: HostModel, optimizer: Optimizer, fingerprint: str) -> Path:
+class State(NamedTuple):
+    """Float32 masters and the optimiser's state, whole."""
+
+    masters: dict[str, Tensor]
+    adam: dict[str, object]
+
+
+def collect(model: HostModel, optimizer: Optimizer) -> State:
+    """What a checkpoint holds. All processes must call it."""
+    return State(*(cast(dict[str, Any], gathered(x)) for x in (model.state_dict(), optimizer.adam.state_dict())))
+
+
+def save(output_dir: Path, progress: Progress, config: HostConfig, found: State, fingerprint: str) -> Path:
     """Write weights in bfloat16, float32 masters and optimiser state; the folder appears under its name when whole.
 
     Raises RuntimeError before anything is written if a value is not finite.
     """
     folder = output_dir / f"epoch_{progress.epoch}_step_{progress.step}"
+    masters, adam = found
     weights = {
         name: value.to(torch.bfloat16) if value.is_floating_point() else value  # maps of ids stay what they are
-        for name, value in model.state_dict().items()
+        for name, value in masters.items()
     }
-    masters, adam = model.state_dict(), optimizer.adam.state_dict()
     if not all_finite(tensors_in((weights, masters, adam["state"]))):
         raise RuntimeError(
             f"weights or optimiser state are not finite after step {progress.step}, so {folder.name} is not written; "
@@ -59,7 +72,7 @@ def save(output_dir: Path, progress: Progress, model: HostModel, optimizer: Opti
         )
     partial = output_dir / f".{folder.name}{PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
-    checkpoint.write_checkpoint(partial, write_config(model.config, "bfloat16"), weights)
+    checkpoint.write_checkpoint(partial, write_config(config, "bfloat16"), weights)
     state = {
         "epoch": progress.epoch,
         "step": progress.step,
@@ -85,16 +98,23 @@ def settle(path: Path) -> None:
         os.close(handle)
 
 
-def judge(folder: Path, model: HostModel, keeping: Keeping) -> None:
+def judge(folder: Path, model: HostModel, state: State, keeping: Keeping) -> None:
     """Measure a new checkpoint's acceptance, if the run measures at all, and write it beside the weights."""
     if keeping.judge is None:
         return
-    found = keeping.judge(model)
+    found = keeping.judge(rebuilt(model, state))
     text = json.dumps({**found, "gate": number(found["gate"])}, indent=1, allow_nan=False) + "\n"
     partial = folder / f".{JUDGED}{PARTIAL}"
     partial.write_text(text)
     settle(partial)
     partial.replace(folder / JUDGED)
+
+
+def rebuilt(model: HostModel, state: State) -> HostModel:
+    """A drafter of its own with these weights."""
+    fresh = type(model)(model.config).to(next(iter(state.masters.values())).device)
+    fresh.load_state_dict(state.masters)
+    return fresh
 
 
 def tau_of(folder: Path) -> float:
@@ -163,7 +183,11 @@ def resume(folder: Path, model: HostModel, optimizer: Optimizer, fingerprint: st
             f"{folder} holds values that are not finite: its run had diverged; remove it to go on from the one before, "
             "or start anew with a lower --learning-rate"
         )
-    model.load_state_dict(state["masters"])
+    current = model.state_dict()
+    model.load_state_dict({name: like(value, current[name]) for name, value in state["masters"].items()})
+    for index, moments in state["optimizer"]["state"].items():
+        for name, value in moments.items():
+            moments[name] = like(value, optimizer.parameters[index])
     optimizer.adam.load_state_dict(state["optimizer"])
     optimizer.adam.param_groups[0]["lr"] = optimizer.rate  # the loaded copy is no longer the tensor that set_rate fills
     return Progress(int(state["epoch"]), int(state["step"]))

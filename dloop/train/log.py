@@ -25,16 +25,15 @@ class Record(NamedTuple):
 class Log:
     """Collects steps on the device; writes a CSV line and reads the numbers back once a line."""
 
-    def __init__(self, path: Path, names: tuple[str, ...], done: int, samples: Callable[[int], Sequence[int]]) -> None:
-        """`done`: steps a resumed run has; what was logged beyond them is dropped. `samples`: of a 0-based step."""
+    def __init__(
+        self, path: Path | None, names: tuple[str, ...], done: int, samples: Callable[[int], Sequence[int]]
+    ) -> None:
+        """`path`: None writes nothing. `done`: steps a resumed run has; what was logged beyond them is dropped.
+        `samples`: those of a 0-based step.
+        """
         self.path, self.samples = path, samples
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept: list[list[str]] = []
-        if done and path.exists():
-            with path.open(newline="") as file:
-                kept = [row for row in list(csv.reader(file))[1:] if row and int(row[0]) <= done]
-        with path.open("w", newline="") as file:
-            csv.writer(file).writerows([("step", "epoch", "rate", "step_ms", *names), *kept])
+        if path is not None:
+            begin(path, names, done)
         self.pending: list[Tensor] = []
         self.started = time.perf_counter()
 
@@ -63,6 +62,19 @@ class Log:
         elapsed = (time.perf_counter() - self.started) * 1000 / len(self.pending)
         self.pending = []
         self.started = time.perf_counter()
+        if self.path is None:
+            return Record(step, epoch, rate, elapsed, values)
         with self.path.open("a", newline="") as file:
             csv.writer(file).writerow((step, epoch, f"{rate:.3e}", f"{elapsed:.1f}", *(f"{v:.5f}" for v in values)))
         return Record(step, epoch, rate, elapsed, values)
+
+
+def begin(path: Path, names: tuple[str, ...], done: int) -> None:
+    """Write the header, and of an earlier log the lines up to `done`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept: list[list[str]] = []
+    if done and path.exists():
+        with path.open(newline="") as file:
+            kept = [row for row in list(csv.reader(file))[1:] if row and int(row[0]) <= done]
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("step", "epoch", "rate", "step_ms", *names), *kept])

@@ -14,6 +14,7 @@ from dloop.targets.hf import BatchFeatures
 from dloop.train.anchors import Anchors
 from dloop.train.batch import TrainBatch
 from dloop.train.losses import DSparkWeights, Sums
+from dloop.train.parallel import ALONE, Share
 from dloop.train.pieces import in_pieces
 from dloop.types import Vocabulary
 
@@ -46,6 +47,7 @@ class ObjectiveSettings:
     lambda_base_decay_ratio: float = 0.5  # Domino, host training
     attention: Literal["dense", "flex"] = "dense"  # of block families' packed stages
     recompute: bool = False  # stages and steps anew for the gradient, in place of keeping what they computed
+    share: Share = ALONE  # of the processes that share a batch
     loss_mask_shift: int = 0  # EAGLE-3: the row of token t counts if token t + shift is a label
 
 

@@ -12,6 +12,7 @@ from dloop.train.batch import TrainBatch
 from dloop.train.losses import Sums
 from dloop.train.objective import Loss, Objective, TotalWeights
 from dloop.train.optim import Optimizer
+from dloop.train.parallel import add_gradients, total_of
 
 
 def columns(objective: Objective) -> tuple[str, ...]:
@@ -34,15 +35,17 @@ class Step:
 
     def __call__(self, parts: list[TrainBatch], depth: int) -> Float[Tensor, " c"]:
         self.optimizer.clear()
-        reach = self.objective.settings.position_offset_max
-        placed = [batch.shifted(reach) for batch in parts] if reach else parts
+        settings = self.objective.settings
+        reach = settings.position_offset_max
+        placed = [batch.shifted(reach, settings.share) for batch in parts] if reach else parts
         drawn = [(batch, self.objective.draw(batch)) for batch in placed]
-        totals = self.objective.total_weights(drawn, depth)
+        totals = TotalWeights(*total_of(torch.stack(self.objective.total_weights(drawn, depth))).unbind())
         losses: list[Loss] = []
         for batch, anchors in drawn:
             loss = self.loss(batch, depth, anchors, totals)
             loss.total.backward()
             losses.append(loss)
+        add_gradients(self.optimizer.parameters)
         norm = self.optimizer.step()
         values = summary(losses)
         return torch.cat([values[:1], norm.detach()[None], values[1:]])
@@ -92,14 +95,15 @@ class GraphedStep:
 
 
 def summary(losses: list[Loss]) -> Float[Tensor, " c"]:
-    """[loss, host terms, loop terms] of a step, each term as a mean over the rows of all parts; zeros for a loop stage
-    that was not trained.
+    """[loss, host terms, loop terms] of a step, each term as a mean over the rows of all parts and processes; zeros for
+    a loop stage that was not trained.
     """
     host = added([loss.host for loss in losses])
     loops = [loss.loop for loss in losses if loss.loop is not None]
     loop = added(loops) if loops else torch.zeros_like(host)
-    means = [sums[:-1] / sums[-1].clamp(min=1e-6) for sums in (host, loop)]
-    return torch.cat([torch.stack([loss.total.detach() for loss in losses]).sum()[None], *means])
+    loss = torch.stack([loss.total.detach() for loss in losses]).sum()[None]
+    loss, host, loop = total_of(torch.cat([loss, host, loop])).split([1, len(host), len(loop)])
+    return torch.cat([loss, *(sums[:-1] / sums[-1].clamp(min=1e-6) for sums in (host, loop))])
 
 
 def added(parts: list[Sums]) -> Float[Tensor, " s"]:

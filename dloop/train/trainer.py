@@ -14,10 +14,11 @@ from torch import Tensor
 from dloop.errors import UserError
 from dloop.train.alarms import Frozen
 from dloop.train.batch import TokenFile, TrainBatch, batches, samples_of_batch
-from dloop.train.checkpoint import Keeping, Progress, judge, prune, save
+from dloop.train.checkpoint import Keeping, Progress, collect, judge, prune, save
 from dloop.train.interrupt import Interrupt
 from dloop.train.log import Log, Record
 from dloop.train.optim import learning_rate
+from dloop.train.parallel import ALONE, Share, wait
 from dloop.train.step import GraphedStep, Step, columns
 
 ALL = Keeping()
@@ -36,9 +37,46 @@ class TrainSettings:
     accumulation_steps: int = 1
     dloop_max_stage: int = 3  # loop stage k ~ U{1..K} each step; 0: the host objective alone
     ttt_lengths: tuple[int, ...] = ()  # autoregressive drafters: the unroll's length, one of these each step
+    share: Share = ALONE  # of the processes that share a batch of batch_size samples each
     seed: int = 42
     log_interval: int = 50
     save_interval: int = 1000
+
+
+@dataclass
+class Run:
+    """What is on the way while steps are taken."""
+
+    step_once: Step | GraphedStep
+    data: TokenFile
+    settings: TrainSettings
+    output_dir: Path
+    keeping: Keeping
+    interrupt: Interrupt
+    log: Log
+    frozen: Frozen
+
+    def keep(self, step: int) -> None:
+        """Write a checkpoint, measure it, and remove those that need not stay: one process does, all wait."""
+        optimizer, model = self.step_once.optimizer, self.step_once.objective.model
+        with self.interrupt.held():
+            self.log.check(step)
+            progress = Progress(epoch_at(step, self.data, self.settings), step)
+            found = collect(model, optimizer)
+            if not self.settings.share.rank:
+                folder = save(self.output_dir, progress, model.config, found, self.keeping.fingerprint)
+                judge(folder, model, found, self.keeping)
+                prune(self.output_dir, self.keeping.last)
+            wait()
+
+    def note(self, step: int, values: Float[Tensor, " c"]) -> Record | None:
+        """Take down what a step reported; a record where one is due."""
+        self.log.add(values)
+        if silent := self.frozen.look():
+            logger.warning(silent)
+        if step % self.settings.log_interval and step != self.settings.num_steps:
+            return None
+        return self.log.line(step, epoch_at(step, self.data, self.settings), rate_at(step - 1, self.settings))
 
 
 def depth_at(step: int, max_stage: int, seed: int) -> int:
@@ -64,52 +102,48 @@ def train(
     interrupted (Ctrl-C or the consumer's close). Raises RuntimeError, and saves no more, once a value is not finite.
     """
     check(settings)
-    optimizer, model = step_once.optimizer, step_once.objective.model
-    frozen = Frozen(model)
+    share = settings.share
     stream = parts_of_steps(data, settings, done)
-    log = Log(output_dir / "train.csv", columns(step_once.objective), done, partial(samples_of_step, data, settings))
+    path = None if share.rank else output_dir / "train.csv"
+    log = Log(path, columns(step_once.objective), done, partial(samples_of_step, data, settings))
     saved = step = done
-    interrupt = Interrupt()
-
-    def keep() -> None:
-        with interrupt.held():
-            log.check(step)
-            progress = Progress(epoch_at(step, data, settings), step)
-            folder = save(output_dir, progress, model, optimizer, keeping.fingerprint)
-            judge(folder, model, keeping)
-            prune(output_dir, keeping.last)
-
+    frozen = Frozen(step_once.objective.model)
+    run = Run(step_once, data, settings, output_dir, keeping, Interrupt(), log, frozen)
     try:
         while step < settings.num_steps:
-            interrupt.check()
-            log.add(advance(step_once, stream, settings, step))
+            run.interrupt.check()
+            values = advance(step_once, stream, settings, step)
             step += 1
-            if silent := frozen.look():
-                logger.warning(silent)
-            if step % settings.log_interval == 0 or step == settings.num_steps:
-                yield log.line(step, epoch_at(step, data, settings), rate_at(step - 1, settings))
+            if record := run.note(step, values):
+                yield record
             if step % settings.save_interval == 0:
-                keep()
+                run.keep(step)
                 saved = step
     finally:
         try:
-            if step != saved and not interrupt.insisted:
-                keep()
+            if step != saved and not run.interrupt.insisted:
+                run.keep(step)
         finally:
-            interrupt.restore()
+            run.interrupt.restore()
 
 
 def parts_of_steps(data: TokenFile, settings: TrainSettings, done: int) -> Iterator[TrainBatch]:
     """The batches of all steps from `done` on, one after another."""
     first, last = (count * settings.accumulation_steps for count in (done, settings.num_steps))
-    return batches(data, settings.batch_size, settings.seed, first, last)
+    shared = batches(data, together(settings), settings.seed, first, last)
+    return (batch.of(settings.share) for batch in shared)
+
+
+def together(settings: TrainSettings) -> int:
+    """Samples of a batch, those of all processes."""
+    return settings.batch_size * settings.share.world
 
 
 def samples_of_step(data: TokenFile, settings: TrainSettings, step: int) -> list[int]:
     """The numbers (from 0) of the samples that a 0-based step reads."""
     first = step * settings.accumulation_steps
     chosen = (
-        samples_of_batch(data, settings.batch_size, settings.seed, first + part)
+        samples_of_batch(data, together(settings), settings.seed, first + part)
         for part in range(settings.accumulation_steps)
     )
     return [int(index) for part in chosen for index in part]
@@ -141,7 +175,7 @@ def seed_step(seed: int, step: int) -> None:
 
 def batches_per_epoch(data: TokenFile, settings: TrainSettings) -> int:
     """Batches in one pass over the data, at least 1."""
-    return max(1, len(data) // settings.batch_size)
+    return max(1, len(data) // together(settings))
 
 
 def epoch_at(step: int, data: TokenFile, settings: TrainSettings) -> int:
