@@ -368,8 +368,9 @@ def test_a_token_beyond_the_targets_vocabulary_is_refused(folders, tmp_path, cap
     assert "beyond its vocabulary of 257" in capsys.readouterr().err
 
 
-def test_more_than_one_process_is_refused(folders, tmp_path, capsys, monkeypatch):
+def test_several_processes_without_torchrun_are_refused(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.delenv("RANK", raising=False)
     assert entry(command(folders, tmp_path / "out", folders / "c.npz")) == 2
     line = capsys.readouterr().err
-    assert "WORLD_SIZE=8" in line and "--nproc_per_node 1" in line and "--accumulation-steps 8" in line
+    assert "WORLD_SIZE=8" in line and "torchrun" in line
