@@ -66,7 +66,8 @@ OPTIONS = {
     "--max-samples --max-new-tokens --temperature --top-k --top-p --seed --live --shard --resume --no-resume --json "
     "--no-json --debug --no-debug",
     "train": "--target-model-path --target-model-backend --draft-init-path --draft-config-path --init-layers "
-    "--draft-rope-theta --train-data-path --chat-template --strict-data --no-strict-data --max-length "
+    "--draft-rope-theta --train-data-path --chat-template --strict-data --no-strict-data --on-the-fly-loader "
+    "--no-on-the-fly-loader --max-length "
     "--eval-data-path --eval-samples --eval-max-new-tokens --eval-gate --output-dir --resume --no-resume "
     "--num-epochs --max-steps --batch-size --accumulation-steps --learning-rate --warmup-ratio --max-grad-norm "
     "--seed --log-interval --save-interval --keep-last --report-to --parallel --dist-timeout --dry-run "

@@ -76,7 +76,6 @@ class Published(Command):
     attention_backend: Literal["sdpa", "flex_attention", "eager", "fa"] = option(
         "flex_attention", "taken, and told what is used instead: PyTorch's own", group="speed"
     )
-    on_the_fly_loader: bool = option(False, f"taken: {READ_AT_ONCE}", group="data")
     dataloader_num_workers: int = option(4, f"taken: {READ_AT_ONCE}", group="data")
     build_dataset_num_proc: int | None = option(None, f"taken: {READ_AT_ONCE}", group="data")
     cache_dir: str | None = option(None, "taken: tokens are not kept on disk", group="data")
@@ -115,7 +114,7 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
     is_text = command.train_data_path.suffix == ".jsonl"
     if is_text and command.chat_template == "llama3":
         raise UserError("--chat-template llama3 is not offered: name qwen (for Qwen3) or model (the target's own)")
-    tell(prog, command.attention_backend, on_the_fly=command.on_the_fly_loader)
+    tell(prog, command.attention_backend)
     start = merged("--draft-init-path", command.draft_init_path, "--ckpt-dir", command.ckpt_dir, None)
     if command.mtp is not None:
         start = head_of(command, start)

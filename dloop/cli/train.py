@@ -43,6 +43,9 @@ class Command(Common):
         group="data",
     )
     strict_data: bool = option(False, "stop at the first malformed line instead of skipping it", group="data")
+    on_the_fly_loader: bool = option(
+        False, "tokenise conversations when a batch wants them, not before the first step", group="data"
+    )
     max_length: int = option(3072, "samples are cut at this many tokens", group="data")
     eval_data_path: Path | None = option(
         None,

@@ -74,6 +74,16 @@ def refuse_unsupported(command: Command) -> None:
             f"--position-offset-max {command.position_offset_max} moves samples each step, and --cache-features keeps "
             "what the target says at one place; leave one of them out"
         )
+    refuse_together(command)
+
+
+def refuse_together(command: Command) -> None:
+    """Flags that make no sense beside one another."""
+    if command.on_the_fly_loader and (command.strict_data or command.cache_features):
+        other = "--strict-data" if command.strict_data else "--cache-features"
+        raise UserError(
+            f"--on-the-fly-loader does not know the samples beforehand, as {other} must; leave one of them out"
+        )
     if command.profile and not command.dry_run:
         raise UserError("--profile takes steps that are no part of a run; add --dry-run")
     if command.peak_tflops is not None and not (command.profile and 0 < command.peak_tflops < math.inf):

@@ -22,7 +22,7 @@ TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
     "loss_type": ((None, "dflash", "dspark", "domino"), "the drafter's family decides the objective; leave it out"),
     "dpace_alpha": ((0.5,), "the drafter's family decides the objective; leave it out"),
 }
-READ_AT_ONCE = "conversations are tokenised once, before the first step, in this process"
+READ_AT_ONCE = "conversations are tokenised in this process"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,6 @@ class Published(Command):
     attention_backend: Literal["sdpa", "flex_attention", "eager"] = option(
         "flex_attention", "flex_attention leaves --attention as it is; the others are --attention dense", group="speed"
     )
-    on_the_fly_loader: bool = option(False, f"taken: {READ_AT_ONCE}", group="data")
     dataloader_num_workers: int = option(8, f"taken: {READ_AT_ONCE}", group="data")
     build_dataset_num_proc: int | None = option(None, f"taken: {READ_AT_ONCE}", group="data")
     cache_dir: str | None = option(None, "taken: tokens are not kept on disk", group="data")
@@ -63,7 +62,7 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
     flex = command.attention_backend == "flex_attention"
     if not flex and command.attention == "flex":
         raise UserError(f"--attention flex and --attention-backend {command.attention_backend} differ; give one")
-    tell(prog, "sdpa" if flex else command.attention_backend, on_the_fly=command.on_the_fly_loader)
+    tell(prog, "sdpa" if flex else command.attention_backend)
     command = dataclasses.replace(command, report_to="csv" if command.report_to == "none" else command.report_to)
     return as_command(command if flex else dataclasses.replace(command, attention="dense"))
 
@@ -120,13 +119,11 @@ def check_draft(command: Published) -> None:
             )
 
 
-def tell(prog: str, attention_backend: str, *, on_the_fly: bool) -> None:
+def tell(prog: str, attention_backend: str) -> None:
     """Say what is done in place of what was asked for, where the numbers stay the same."""
     if attention_backend != "sdpa":
         note = "PyTorch's SDPA is used, for the same attention"
         print(f"{prog}: --attention-backend {attention_backend}: {note}", file=sys.stderr)
-    if on_the_fly:
-        print(f"{prog}: --on-the-fly-loader: {READ_AT_ONCE}", file=sys.stderr)
 
 
 def as_words(name: str, value: object) -> list[str]:

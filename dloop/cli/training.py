@@ -72,7 +72,11 @@ def run(command: Command) -> int:
 
 def work(command: Command, share: Share, device: str) -> int:
     """What every process does."""
-    data = None if is_jsonl(command.train_data_path) else TokenFile.read(command.train_data_path, command.max_length)
+    data = None
+    if not is_jsonl(command.train_data_path):
+        data = TokenFile.read(command.train_data_path, command.max_length)
+        if command.on_the_fly_loader:
+            print("dloop train: --on-the-fly-loader: a token file holds tokens already", file=sys.stderr)
     if not command.dry_run:
         make_writable(command.output_dir)
     target = load_target(command.target_model_path, command.dtype, device, engine="twin")
@@ -248,9 +252,10 @@ def fingerprint_of(command: Command, model: HostModel, settings: TrainSettings, 
         command.target_model_path,
         command.dtype,
     )
-    arrays = [data.flat, data.lens] + ([] if data.labels is None else [data.labels])
     start = (value.detach().cpu().numpy() for value in model.state_dict().values())
-    return hashlib.sha256(repr((facts, data.max_length, digest(arrays), digest(start))).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr((facts, data.max_length, digest(data.contents()), digest(start))).encode()).hexdigest()[
+        :12
+    ]
 
 
 def digest(arrays: Iterable[np.ndarray]) -> str:

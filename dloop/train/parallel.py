@@ -67,13 +67,18 @@ def total_of(x: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     return x
 
 
-def any_of(flag: int) -> bool:
-    """Whether any process says so; all learn the same. Host memory alone: no GPU is waited for."""
+def most_of(number: int) -> int:
+    """The largest of all processes' numbers. Host memory alone: no GPU is waited for."""
     if not dist.is_initialized():
-        return bool(flag)
-    found = torch.tensor(flag)
+        return number
+    found = torch.tensor(number)
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
+    return int(found)
+
+
+def any_of(flag: int) -> bool:
+    """Whether any process says so; all learn the same."""
+    return bool(most_of(flag))
 
 
 def wait() -> None:

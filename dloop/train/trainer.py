@@ -130,8 +130,7 @@ def train(
 def parts_of_steps(data: TokenFile, settings: TrainSettings, done: int) -> Iterator[TrainBatch]:
     """The batches of all steps from `done` on, one after another."""
     first, last = (count * settings.accumulation_steps for count in (done, settings.num_steps))
-    shared = batches(data, together(settings), settings.seed, first, last)
-    return (batch.of(settings.share) for batch in shared)
+    return batches(data, together(settings), settings.seed, first, last, settings.share)
 
 
 def together(settings: TrainSettings) -> int:
