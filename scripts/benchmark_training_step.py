@@ -7,7 +7,7 @@ The default shape is a drafter of 18.6 M parameters for SmolLM2-135M, 48 sequenc
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dloop.bench.decode import clock, peak_memory
 from dloop.bench.store import write
+from dloop.bench.training import matrix_rate, timed
 from dloop.cli.args import option, parse
 from dloop.drafters.config import DSparkConfig
 from dloop.drafters.dspark import DSpark
@@ -96,34 +96,16 @@ def step_of(shape: Shape, variant: str, target: HFTarget, draft: DSparkConfig, d
     return GraphedStep(step) if "graphs" in variant else step
 
 
-def timed(work: Callable[[], object], steps: int) -> dict[str, float]:
-    """Milliseconds and peak bytes of a piece of work, after three other times."""
-    for _ in range(3):
-        work()
-    if DEVICE.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    started = clock(DEVICE)
-    for _ in range(steps):
-        work()
-    return {"ms": (clock(DEVICE) - started) * 1000 / steps, "peak_bytes": peak_memory(DEVICE)}
-
-
-def flops_per_s(size: int, dtype: torch.dtype) -> float:
-    """Measured on a square matrix product."""
-    a, b = torch.randn(2, size, size, device=DEVICE, dtype=dtype).unbind()
-    return 2 * size**3 / (timed(lambda: a @ b, 10)["ms"] / 1000)
-
-
 def measure(shape: Shape) -> Iterator[dict[str, object]]:
     """The matrix rate, the frozen target by itself, then every variant at every depth."""
     target, draft, data = build(shape)
     batch, taps = data.collate(np.arange(shape.sequences)).to(DEVICE), draft.target_layer_ids
-    rate = flops_per_s(8192 if DEVICE.type == "cuda" else 512, target.dtype)
+    rate = matrix_rate(target.dtype, DEVICE)
     yield {"what": "matrix rate", "flops_per_s": rate}
     whole = {"input_ids": batch.tokens, "use_cache": False}
     own = torch.no_grad()(lambda: run_backbone(target, whole, taps))
-    yield {"what": "target, its own forward", **timed(own, shape.steps)}
-    yield {"what": "target, its layers", **timed(lambda: target.features(batch.tokens, taps), shape.steps)}
+    yield {"what": "target, its own forward", **timed(own, shape.steps, DEVICE)}
+    yield {"what": "target, its layers", **timed(lambda: target.features(batch.tokens, taps), shape.steps, DEVICE)}
     for variant, depth in itertools.product(shape.variants or VARIANTS, shape.depths):
         row: dict[str, object] = {"what": "step", "variant": variant, "depth": depth}
         if "graphs" in variant and DEVICE.type != "cuda":
@@ -131,7 +113,7 @@ def measure(shape: Shape) -> Iterator[dict[str, object]]:
             continue
         packed.GROUP = shape.anchors if variant == "ungrouped" else GROUP
         step = step_of(shape, variant, target, draft, data)
-        row |= timed(partial(step, [batch], depth), shape.steps)
+        row |= timed(partial(step, [batch], depth), shape.steps, DEVICE)
         if variant == "eager":
             with FlopCounterMode(display=False) as counter:
                 step([batch], depth)

@@ -691,7 +691,7 @@ def test_a_resumed_run_repeats_the_losses(home, capsys):
             if name == "halves" and number == 0:
                 (out / "epoch_1_step_6").rename(home / "later")  # as if it had been stopped after step 3
         logs.append([row[4:] for row in csv.reader((out / "train.csv").open())])
-    assert logs[0][1:] == logs[1][1:7] and logs[0][4:] == logs[1][7:]
+    assert logs[0] == logs[1] and len(logs[0]) == 7, "what was logged beyond the checkpoint is written anew"
 
 
 def test_a_new_drafter_learns_the_data_s_vocabulary(home, target, capsys):
@@ -775,7 +775,7 @@ def test_the_published_flags_and_defaults_arrive(capsys):
     for flag in ("--max-num-steps", "--draft-accumulation-steps"):
         with pytest.raises(UserError, match=f"^{flag} 0 must be at least 1$"):
             meant(*QWEN, flag, "0")
-    assert "tokenised once" in capsys.readouterr().err
+    assert command.on_the_fly_loader and "SDPA is used" in capsys.readouterr().err
 
 
 def test_what_is_not_offered_is_refused_with_the_way_out():
@@ -783,8 +783,7 @@ def test_what_is_not_offered_is_refused_with_the_way_out():
         "is_preformatted": None, "train_only_last_turn": None, "is_vlm": None, "total_steps": "5",
         "trust_remote_code": None, "embedding_key": "x", "lm_head_key": "x", "lk_loss_type": "alpha", "kl_scale": "2.0",
         "kl_decay": "2.0", "tp_size": "2", "sp_ulysses_size": "2", "sp_ring_size": "2", "shard_target_output": None,
-        "train_hidden_states_path": "x", "eval_data_path": "x", "eval_hidden_states_path": "x",
-        "model_download_dir": "x", "report_to": "wandb",
+        "train_hidden_states_path": "x", "eval_hidden_states_path": "x", "model_download_dir": "x",
     }  # fmt: skip
     assert given.keys() == TAKEN.keys()
     for name, value in given.items():

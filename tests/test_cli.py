@@ -66,13 +66,16 @@ OPTIONS = {
     "--max-samples --max-new-tokens --temperature --top-k --top-p --seed --live --shard --resume --no-resume --json "
     "--no-json --debug --no-debug",
     "train": "--target-model-path --target-model-backend --draft-init-path --draft-config-path --init-layers "
-    "--draft-rope-theta --train-data-path --chat-template --strict-data --no-strict-data --max-length "
-    "--output-dir --resume --no-resume "
+    "--draft-rope-theta --train-data-path --chat-template --strict-data --no-strict-data --on-the-fly-loader "
+    "--no-on-the-fly-loader --max-length "
+    "--eval-data-path --eval-samples --eval-max-new-tokens --eval-gate --output-dir --resume --no-resume "
     "--num-epochs --max-steps --batch-size --accumulation-steps --learning-rate --warmup-ratio --max-grad-norm "
-    "--seed --log-interval --save-interval --num-anchors --loss-decay-gamma --position-offset-max "
+    "--seed --log-interval --save-interval --keep-last --report-to --parallel --dist-timeout --dry-run "
+    "--no-dry-run --profile --no-profile --peak-tflops "
+    "--num-anchors --loss-decay-gamma --position-offset-max "
     "--dspark-ce-loss-alpha --dspark-l1-loss-alpha --dspark-confidence-head-alpha --lambda-base-start "
     "--lambda-base-decay-ratio --dloop-max-stage --dloop-loss-weight --ttt-length-dist --loss-mask-shift "
-    "--gap-rows --dtype --device --cache-features "
+    "--gap-rows --dtype --device --attention --gradient-checkpointing --no-gradient-checkpointing --cache-features "
     "--no-cache-features --compile --no-compile --cuda-graphs --no-cuda-graphs --json --no-json --debug --no-debug",
 }
 

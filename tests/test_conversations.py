@@ -1,6 +1,8 @@
 """Conversations as training data: which tokens are labels, what is left out, and that nothing else changes."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +15,14 @@ from dloop.chat import Tokenizer
 from dloop.cli.main import entry
 from dloop.data.chat_templates import CHATML, SYSTEM, chat_template
 from dloop.data.conversations import Skipped, parse_line, read_conversations
+from dloop.data.on_the_fly import OnTheFly
 from dloop.data.tokenise import Collection, samples_of
 from dloop.errors import UserError
 from dloop.testing import tiny_drafter, tiny_target, write_drafter, write_target
 from dloop.train.batch import Sample, TokenFile, batches
 from dloop.train.cache import cache_features
+from dloop.train.checkpoint import STATE, latest
+from dloop.train.parallel import Share
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|stop|>", "<|eot_id|>", "<think>", "</think>"]
 VOCAB = 256 + len(MARKS) + 1
@@ -312,6 +317,57 @@ def test_batches_are_those_of_the_token_file(folders):
         assert all(torch.equal(x, y) for x, y in zip(a.tensors(), b.tensors(), strict=True))
 
 
+def lazily(path, max_length: int = 4096) -> OnTheFly:
+    return OnTheFly.index(Collection(path, 1), chat_template("model", tokenizer()), max_length, VOCAB)
+
+
+def test_samples_read_on_the_fly_are_those_read_beforehand(folders, tmp_path):
+    whole, lazy = token_file(folders), lazily(folders / "c.jsonl")
+    assert len(lazy) == len(whole)
+    for index in range(len(whole)):
+        for mine, theirs in zip(lazy.sample(index), whole.sample(index), strict=True):
+            assert (mine == theirs).all()
+    wide = [list(batches(lazy, 4, 0, first, 6)) for first in (0, 3)]
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(wide[0][3:], wide[1], strict=True)), "from any step on"
+    shares = [list(batches(lazy, 4, 0, 0, 6, Share(rank, 2))) for rank in range(2)]
+    for batch, *parts in zip(wide[0], *shares, strict=True):
+        assert torch.equal(
+            torch.cat([part.starts for part in parts]), torch.cat([batch.starts[r::2] for r in range(2)])
+        )
+    assert (lazily(folders / "c.jsonl", 9).sample(0).tokens == whole.sample(0).tokens[:9]).all()
+
+
+def test_lines_that_cannot_be_read_on_the_fly_are_counted_or_weigh_nothing(tmp_path):
+    path = tmp_path / "c.jsonl"
+    write(path, {"messages": TWO}, "no JSON", {"messages": ONE}, {"messages": [{"role": "user", "content": "?"}]})
+    account = Collection(path, 1)
+    data = OnTheFly.index(account, chat_template("model", tokenizer()), 4096, VOCAB)
+    assert len(data) == 2 and {reason: lines for reason, lines in account.skipped.items()} == {
+        "bad JSON": [2], "no assistant turn": [4]
+    }  # fmt: skip
+    assert data.sample(1).labels.any()
+    with pytest.raises(UserError, match="the target knows 9"):
+        replace(data, vocab_size=9).sample(0)
+
+
+def test_a_run_on_the_fly_resumes_exactly_and_refuses_another_file(folders, tmp_path, capsys):
+    path = tmp_path / "c.jsonl"
+    path.write_bytes((folders / "c.jsonl").read_bytes())
+    whole, parts = (
+        command(folders, tmp_path / name, path, "--on-the-fly-loader", "--max-length", "256") for name in ("a", "b")
+    )
+    assert entry(whole) == 0
+    assert entry([*parts, "--save-interval", "2"]) == 0
+    shutil.rmtree(next((tmp_path / "b").glob("epoch_*_step_3")))
+    assert entry([*parts, "--resume"]) == 0
+    assert "tokenised when they are read" in capsys.readouterr().err
+    one, two = (torch.load(latest(tmp_path / name) / STATE)["masters"] for name in ("a", "b"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    path.write_bytes(path.read_bytes().replace(b"a", b"b", 1))
+    assert entry([*parts, "--resume"]) == 2
+    assert "other settings" in capsys.readouterr().err
+
+
 def test_labels_of_later_turns_reach_the_batch(tmp_path):
     write(tmp_path / "c.jsonl", {"messages": TWO}, {"messages": ONE})
     data = token_file(tmp_path)
@@ -368,8 +424,9 @@ def test_a_token_beyond_the_targets_vocabulary_is_refused(folders, tmp_path, cap
     assert "beyond its vocabulary of 257" in capsys.readouterr().err
 
 
-def test_more_than_one_process_is_refused(folders, tmp_path, capsys, monkeypatch):
+def test_several_processes_without_torchrun_are_refused(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.delenv("RANK", raising=False)
     assert entry(command(folders, tmp_path / "out", folders / "c.npz")) == 2
     line = capsys.readouterr().err
-    assert "WORLD_SIZE=8" in line and "--nproc_per_node 1" in line and "--accumulation-steps 8" in line
+    assert "WORLD_SIZE=8" in line and "torchrun" in line

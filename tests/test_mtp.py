@@ -30,7 +30,6 @@ from dloop.train.batch import TrainBatch
 from dloop.train.objective import ObjectiveSettings
 from dloop.train.objectives import objective_of
 from dloop.train.trainer import length_at
-from dloop.train.unroll import SharedHeadObjective, UnrollObjective
 from dloop.types import StageRequest
 
 pytestmark = pytest.mark.skipif(not recurrent.is_offered(), reason="Qwen3.5 needs a newer transformers")
@@ -337,24 +336,6 @@ def random_batch(lengths: list[int], width: int) -> TrainBatch:
     held = torch.tensor(lengths)
     inside = torch.arange(width) < held[:, None]
     return TrainBatch(tokens * inside, inside & (torch.arange(width) >= 4), held, torch.zeros(len(lengths)).long())
-
-
-@pytest.mark.parametrize("rows", [512, 7], ids=["one piece", "pieces"])
-def test_laws_made_where_they_are_read_give_the_same_loss_and_gradients(tiny, rows, monkeypatch):
-    monkeypatch.setattr("dloop.train.unroll.ROWS", rows)
-    drafter, batch = tiny_drafter(tiny, family=FAMILY), random_batch([30, 21], 30)
-    model, features = drafter.model.requires_grad_(True), tiny.features(batch.tokens, ())
-    own = objective_of(model, drafter.vocabulary, ObjectiveSettings())
-    assert isinstance(own, SharedHeadObjective)
-    found: list[tuple[float, list[Tensor]]] = []
-    for objective in (own, UnrollObjective(model, drafter.vocabulary, ObjectiveSettings())):
-        model.zero_grad()
-        loss = objective(batch, features, 9)
-        loss.total.backward()
-        found.append((loss.total.item(), [p.grad.clone() for p in model.parameters()]))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    for mine, theirs in zip(found[0][1], found[1][1], strict=True):
-        assert torch.allclose(mine, theirs, atol=1e-6) and mine.abs().max() > 0
 
 
 def test_a_batch_is_its_samples_and_padding_changes_nothing(tiny):

@@ -20,6 +20,9 @@ class Command(Common):
     it if there is one; answers and later turns in the file are not used. Lines that are left out are counted by reason.
     An .npz holds the target's own tokens, as decoding sees them; a .jsonl holds conversations as text. OUTPUT.json
     tells how they came about. A run that was stopped keeps its answers in OUTPUT.parts; --resume goes on exactly there.
+
+    `dloop data prepare` makes such prompts of a data set, `dloop data regenerate` has servers answer whole
+    conversations, `dloop data inspect` shows what training sees; each has its own --help.
     """
 
     model: str = required("target: a folder, a hub id owner/name, or smollm2 (small, fetched once)", group=MODELS)

@@ -33,11 +33,9 @@ TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
     "sp_ring_size": ((1,), ONE_DEVICE),
     "shard_target_output": ((False,), ONE_DEVICE),
     "train_hidden_states_path": ((None,), "features are computed in the trainer; --cache-features keeps them"),
-    "eval_data_path": ((None,), NO_EVALUATION),
     "eval_hidden_states_path": ((None,), NO_EVALUATION),
     "model_download_dir": ((None,), "checkpoints go to the hub's own cache (HF_HOME); leave it out"),
     "total_steps": ((None,), "the schedule ends with the run; leave it out, or give --max-num-steps"),
-    "report_to": (("none",), "the log is train.csv in --output-dir; use --report-to none"),
 }
 
 
@@ -78,16 +76,13 @@ class Published(Command):
     attention_backend: Literal["sdpa", "flex_attention", "eager", "fa"] = option(
         "flex_attention", "taken, and told what is used instead: PyTorch's own", group="speed"
     )
-    on_the_fly_loader: bool = option(False, f"taken: {READ_AT_ONCE}", group="data")
     dataloader_num_workers: int = option(4, f"taken: {READ_AT_ONCE}", group="data")
     build_dataset_num_proc: int | None = option(None, f"taken: {READ_AT_ONCE}", group="data")
     cache_dir: str | None = option(None, "taken: tokens are not kept on disk", group="data")
     cache_key: str | None = option(None, "taken: tokens are not kept on disk", group="data")
-    dist_timeout: int = option(20, "taken: one process waits for no other", group="run")
-    eval_interval: int = option(5000, "taken: means nothing without --eval-data-path", group="run")
+    eval_interval: int = option(5000, "taken: every checkpoint is measured, see --save-interval", group="run")
     verbose: bool = option(False, "taken: the log has a line every --log-interval steps", group="run")
     train_hidden_states_path: Path | None = option(None, "features computed before", group=FORMER)
-    eval_data_path: Path | None = option(None, "held-out data", group=FORMER)
     eval_hidden_states_path: Path | None = option(None, "features of held-out data", group=FORMER)
     is_preformatted: bool = option(False, "texts with the chat template already in them", group=FORMER)
     train_only_last_turn: bool = option(False, "labels of the last answer alone", group=FORMER)
@@ -104,7 +99,9 @@ class Published(Command):
     kl_decay: float = option(3.0, "of another objective", group=FORMER)
     model_download_dir: str | None = option(None, "where checkpoints are kept", group=FORMER)
     total_steps: int | None = option(None, "steps of the schedule", group=FORMER)
-    report_to: str = option("none", "tracker", group=FORMER)
+    report_to: Literal["none", "csv", "tensorboard"] = option(  # pyright: ignore[reportIncompatibleVariableOverride]
+        "none", "none: train.csv alone", group="run"
+    )
 
 
 def forwarded(prog: str, words: list[str]) -> list[str]:
@@ -117,7 +114,7 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
     is_text = command.train_data_path.suffix == ".jsonl"
     if is_text and command.chat_template == "llama3":
         raise UserError("--chat-template llama3 is not offered: name qwen (for Qwen3) or model (the target's own)")
-    tell(prog, command.attention_backend, on_the_fly=command.on_the_fly_loader)
+    tell(prog, command.attention_backend)
     start = merged("--draft-init-path", command.draft_init_path, "--ckpt-dir", command.ckpt_dir, None)
     if command.mtp is not None:
         start = head_of(command, start)
@@ -132,6 +129,7 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
             "--accumulation-steps", command.accumulation_steps, ACCUMULATION, command.draft_accumulation_steps, 1
         ),
         chat_template=command.chat_template if is_text else "model",
+        report_to="csv" if command.report_to == "none" else command.report_to,
         ttt_length_dist=command.ttt_length_dist or (length_of(command),),
     )
     return as_command(meant)

@@ -40,6 +40,15 @@ COMMANDS = {
 }
 
 
+PARTS = {  # `dloop data PART ...`
+    "data": {
+        "prepare": Entry("dloop.cli.data_prepare", "any data set of conversations in one dialect"),
+        "regenerate": Entry("dloop.cli.data_regenerate", "answers from servers that run the target"),
+        "inspect": Entry("dloop.cli.data_inspect", "conversations as training sees them, the labels in colour"),
+    }
+}
+
+
 class CommandModule(Protocol):
     """What each module of the table offers."""
 
@@ -81,9 +90,12 @@ def dispatch(prog: str, words: list[str]) -> int:
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(COMMANDS)}"
         raise UserError(f"{words[0]!r} is not a command; {hint}")
     else:
-        module = cast(CommandModule, importlib.import_module(COMMANDS[words[0]].module))
+        parts = PARTS.get(words[0], {})
+        part = words[1] if len(words) > 1 and words[1] in parts else None
+        found = COMMANDS[words[0]] if part is None else parts[part]
+        module = cast(CommandModule, importlib.import_module(found.module))
         try:
-            command = parse(module.Command, prog, words[1:])
+            command = parse(module.Command, f"{prog} {part}" if part else prog, words[2 if part else 1 :])
         except SystemExit:  # argparse has printed the help
             return 0
         return module.run(command) or 0

@@ -43,12 +43,24 @@ class Command(Common):
         group="data",
     )
     strict_data: bool = option(False, "stop at the first malformed line instead of skipping it", group="data")
+    on_the_fly_loader: bool = option(
+        False, "tokenise conversations when a batch wants them, not before the first step", group="data"
+    )
     max_length: int = option(3072, "samples are cut at this many tokens", group="data")
+    eval_data_path: Path | None = option(
+        None,
+        "held-out prompts (.jsonl as for dloop data, or .npz): every checkpoint's acceptance length on the target's "
+        "greedy answers",
+        group="evaluation",
+    )
+    eval_samples: int = option(16, "prompts of them", group="evaluation")
+    eval_max_new_tokens: int = option(128, "most tokens of an answer", group="evaluation")
+    eval_gate: float = option(-0.5, "loop gate that acceptance is measured under", group="evaluation")
     output_dir: Path = required("where checkpoints and train.csv go", group="run")
     resume: bool = option(False, "go on from the latest checkpoint in --output-dir", group="run")
     num_epochs: int = option(1, "passes over the data", group="run")
     max_steps: int | None = option(None, "optimiser steps; replaces --num-epochs", group="run")
-    batch_size: int = option(1, "sequences of a forward", group="run")
+    batch_size: int = option(1, "sequences of a forward, in each process", group="run")
     accumulation_steps: int = option(1, "forwards of an optimiser step", group="run")
     learning_rate: float = option(6e-4, "peak rate of AdamW", group="run")
     warmup_ratio: float = option(0.04, "share of the steps that warm up; a cosine to 0 follows", group="run")
@@ -56,6 +68,28 @@ class Command(Common):
     seed: int = option(42, "of the order of the data, the anchors and the depths", group="run")
     log_interval: int = option(50, "steps between lines of the log", group="run")
     save_interval: int = option(1000, "steps between checkpoints", group="run")
+    keep_last: int | None = option(
+        None, "checkpoints that stay, beside the one with the best measured acceptance; all by default", group="run"
+    )
+    report_to: Literal["csv", "tensorboard"] = option(
+        "csv", "train.csv is always written; tensorboard beside it", group="run"
+    )
+    parallel: Literal["ddp", "fsdp"] = option(
+        "ddp",
+        "several processes (torchrun), each with its part of every batch: ddp keeps the drafter in all, fsdp spreads "
+        "weights, gradients and optimiser state",
+        group="run",
+    )
+    dist_timeout: int = option(30, "minutes that a process waits for the others", group="run")
+    dry_run: bool = option(False, "check everything, tell what the run would do, and stop", group="run")
+    profile: bool = option(
+        False, "with --dry-run: time steps at every depth; FLOPs, memory and utilisation", group="run"
+    )
+    peak_tflops: float | None = option(
+        None,
+        "with --profile: the rate that utilisation is a share of; measured on a matrix product by default",
+        group="run",
+    )
     num_anchors: int = option(512, "most anchors of a sequence", group="objective")
     loss_decay_gamma: float = option(
         4.0, "row j of a stage weighs exp(-j / gamma); published: 7 for blocks of 16", group="objective"
@@ -98,6 +132,15 @@ class Command(Common):
     )
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "arithmetic; master weights are float32", group="speed")
     device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one", group="speed")
+    attention: Literal["auto", "dense", "flex"] = option(
+        "auto",
+        "of a block drafter's packed stages: flex leaves out blocks of keys that no row sees, dense masks them; auto: "
+        "flex on a GPU, without --cuda-graphs",
+        group="speed",
+    )
+    gradient_checkpointing: bool = option(
+        False, "run stages anew for the gradient instead of keeping what they computed: less memory", group="speed"
+    )
     cache_features: bool = option(False, "run the target once and keep its features in device memory", group="speed")
     compile: bool = option(False, "compile the work on the vocabulary", group="speed")
     cuda_graphs: bool = option(False, "replay steps as CUDA graphs", group="speed")

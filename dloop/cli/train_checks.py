@@ -1,7 +1,6 @@
 """What `dloop train` refuses before and after it has seen the models: one line, the value and the way out."""
 
 import math
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from dloop.detect import BLOCK_FAMILIES, CHAIN_FAMILIES
 from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
+from dloop.train.parallel import from_environment
 
 MOST_ANCHORS = 100_000
 RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (  # written so that NaN breaks every one
@@ -31,6 +31,10 @@ RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (  # written so th
     ("position_offset_max", lambda value: 0 <= value < 2**31, "at least 0 (0 leaves positions alone)"),
     ("dloop_max_stage", lambda value: value >= 0, "at least 0 (0 trains the host alone)"),
     ("dloop_loss_weight", lambda value: 0 <= value <= 1, "a weight from 0 to 1"),
+    ("dist_timeout", lambda value: value >= 1, "at least 1 minute"),
+    ("eval_samples", lambda value: value >= 1, "at least 1"),
+    ("eval_max_new_tokens", lambda value: value >= 2, "at least 2"),
+    ("eval_gate", lambda value: value == value, "a number; 1 never opens"),
     ("loss_mask_shift", lambda value: value in (0, 1), "0 or 1"),
 )
 FAMILIES_OF: dict[str, tuple[str, ...]] = {  # flags that some objectives have no use for
@@ -44,6 +48,7 @@ FAMILIES_OF: dict[str, tuple[str, ...]] = {  # flags that some objectives have n
     "loss_decay_gamma": BLOCK_FAMILIES,
     "dloop_max_stage": BLOCK_FAMILIES,
     "gap_rows": BLOCK_FAMILIES,
+    "attention": BLOCK_FAMILIES,
     "init_layers": BLOCK_FAMILIES,
     "ttt_length_dist": CHAIN_FAMILIES,
     "loss_mask_shift": CHAIN_FAMILIES,
@@ -53,12 +58,8 @@ FAMILIES_OF: dict[str, tuple[str, ...]] = {  # flags that some objectives have n
 
 def refuse_unsupported(command: Command) -> None:
     """Flags that cannot be honoured here are refused by name, before anything is loaded."""
-    processes = os.environ.get("WORLD_SIZE") or "1"
-    if processes != "1":
-        raise UserError(
-            f"WORLD_SIZE={processes}: training runs as one process so far; start it with --nnodes 1 --nproc_per_node 1 "
-            f"or without torchrun (--accumulation-steps {processes} keeps the batch of a step)"
-        )
+    if from_environment().world > 1 and command.cuda_graphs:
+        raise UserError("--cuda-graphs is for one process; leave it out under torchrun")
     if command.target_model_backend == "sglang":
         raise UserError("--target-model-backend sglang is not offered; hf runs the target inside the trainer")
     if (command.draft_init_path is None) == (command.draft_config_path is None):
@@ -73,6 +74,22 @@ def refuse_unsupported(command: Command) -> None:
             f"--position-offset-max {command.position_offset_max} moves samples each step, and --cache-features keeps "
             "what the target says at one place; leave one of them out"
         )
+    refuse_together(command)
+
+
+def refuse_together(command: Command) -> None:
+    """Flags that make no sense beside one another."""
+    if command.on_the_fly_loader and (command.strict_data or command.cache_features):
+        other = "--strict-data" if command.strict_data else "--cache-features"
+        raise UserError(
+            f"--on-the-fly-loader does not know the samples beforehand, as {other} must; leave one of them out"
+        )
+    if command.profile and not command.dry_run:
+        raise UserError("--profile takes steps that are no part of a run; add --dry-run")
+    if command.peak_tflops is not None and not (command.profile and 0 < command.peak_tflops < math.inf):
+        raise UserError(f"--peak-tflops {command.peak_tflops} must be above 0, and goes with --profile")
+    if command.cuda_graphs and command.attention == "flex":
+        raise UserError("--attention flex is not offered with --cuda-graphs; leave one of them out")
     if command.cuda_graphs and command.accumulation_steps > 1:
         raise UserError("--cuda-graphs needs --accumulation-steps 1; leave one of them out")
 
@@ -83,6 +100,8 @@ def refuse_numbers(command: Command) -> None:
         value = getattr(command, name)
         if not holds(value):
             raise UserError(f"--{name.replace('_', '-')} {value} must be {words}")
+    if command.keep_last is not None and command.keep_last < 1:
+        raise UserError(f"--keep-last {command.keep_last} must be at least 1; leave it out to keep all")
     lengths = command.ttt_length_dist
     if lengths is not None and not (lengths and all(1 <= length <= MOST_STEPS for length in lengths)):
         given = spelled(lengths)

@@ -9,7 +9,8 @@ from rich.progress import Progress
 from dloop.chat import load_tokenizer
 from dloop.cli.train import Command
 from dloop.data.chat_templates import chat_template
-from dloop.data.tokenise import Collection, samples_of
+from dloop.data.on_the_fly import OnTheFly
+from dloop.data.tokenise import Collection, named, samples_of
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
@@ -33,6 +34,13 @@ def read_jsonl(command: Command, target: HFTarget, config: HostConfig) -> TokenF
         raise UserError(f"{target.name} has no tokenizer beside its weights; give tokens (.npz) as --train-data-path")
     path, template = command.train_data_path, chat_template(command.chat_template, tokenizer)
     found = Collection(path, 2 * config.block_size if isinstance(config, BlockConfig) else 1)
+    if command.on_the_fly_loader:
+        data = OnTheFly.index(found, template, command.max_length, target.vocab_size)
+        reasons = [f"  skipped {len(lines)}: {why} ({named(lines)})" for why, lines in found.skipped.items()]
+        print(
+            "\n".join([f"{path}: {len(data)} conversations, tokenised when they are read", *reasons]), file=sys.stderr
+        )
+        return data
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
         task = progress.add_task("tokenising", total=count_lines(path))
         for item in samples_of(path, template, command.max_length):
@@ -52,6 +60,18 @@ def read_jsonl(command: Command, target: HFTarget, config: HostConfig) -> TokenF
 def check_data(data: TokenFile, target: HFTarget, command: Command) -> None:
     """Raises UserError if the data do not fit the target: ids beyond its vocabulary, samples beyond its context."""
     path = command.train_data_path
+    if isinstance(data, OnTheFly):
+        if data.max_length > target.context:
+            raise UserError(
+                f"--max-length {data.max_length} is beyond the {target.context} tokens of {target.name}; give "
+                f"--max-length {target.context}"
+            )
+        if 0 < command.position_offset_max < data.max_length:
+            raise UserError(
+                f"--position-offset-max {command.position_offset_max} leaves no place for samples of --max-length "
+                f"{data.max_length}; give at least that"
+            )
+        return
     low, high = int(data.flat.min()), int(data.flat.max())
     if low < 0 or high >= target.vocab_size:
         raise UserError(

@@ -4,7 +4,6 @@ import dataclasses
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from dloop.cli.args import option, parse
@@ -22,10 +21,8 @@ TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
     "lm_head_key": ((None, DEFAULT_HEAD), "embedding and head are the loaded target's; leave it out"),
     "loss_type": ((None, "dflash", "dspark", "domino"), "the drafter's family decides the objective; leave it out"),
     "dpace_alpha": ((0.5,), "the drafter's family decides the objective; leave it out"),
-    "eval_data_path": ((None,), "leave it out, and measure a checkpoint on prompts: dloop generate --draft-model ..."),
-    "report_to": (("none",), "the log is train.csv in --output-dir; use --report-to none"),
 }
-READ_AT_ONCE = "conversations are tokenised once, before the first step, in this process"
+READ_AT_ONCE = "conversations are tokenised in this process"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +36,12 @@ class Published(Command):
     num_draft_layers: int | None = option(None, "layers of the drafter", group=CHECKED)
     mask_token_id: int | None = option(None, "the token of unknown rows", group=CHECKED)
     attention_backend: Literal["sdpa", "flex_attention", "eager"] = option(
-        "flex_attention", "taken, and told what is used instead: PyTorch's SDPA", group="speed"
+        "flex_attention", "flex_attention leaves --attention as it is; the others are --attention dense", group="speed"
     )
-    on_the_fly_loader: bool = option(False, f"taken: {READ_AT_ONCE}", group="data")
     dataloader_num_workers: int = option(8, f"taken: {READ_AT_ONCE}", group="data")
     build_dataset_num_proc: int | None = option(None, f"taken: {READ_AT_ONCE}", group="data")
     cache_dir: str | None = option(None, "taken: tokens are not kept on disk", group="data")
-    dist_timeout: int = option(30, "taken: one process waits for no other", group="run")
-    eval_interval: int = option(1000, "taken: means nothing without --eval-data-path", group="run")
-    eval_data_path: Path | None = option(None, "held-out data", group=FORMER)
+    eval_interval: int = option(1000, "taken: every checkpoint is measured, see --save-interval", group="run")
     is_preformatted: bool = option(False, "texts with the chat template already in them", group=FORMER)
     trust_remote_code: bool = option(False, "run code of a checkpoint", group=FORMER)
     tp_size: int = option(1, "devices of the target", group=FORMER)
@@ -55,7 +49,9 @@ class Published(Command):
     lm_head_key: str | None = option(None, "name of the target's head", group=FORMER)
     loss_type: str | None = option(None, "dflash, dspark or domino: the drafter decides", group=FORMER)
     dpace_alpha: float = option(0.5, "of the loss type dpace", group=FORMER)
-    report_to: str = option("none", "tracker", group=FORMER)
+    report_to: Literal["none", "csv", "tensorboard"] = option(  # pyright: ignore[reportIncompatibleVariableOverride]
+        "none", "none: train.csv alone", group="run"
+    )
 
 
 def forwarded(prog: str, words: list[str]) -> list[str]:
@@ -63,8 +59,12 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
     command = parse(Published, prog, words)
     refuse(command, TAKEN)
     check_draft(command)
-    tell(prog, command.attention_backend, on_the_fly=command.on_the_fly_loader)
-    return as_command(command)
+    flex = command.attention_backend == "flex_attention"
+    if not flex and command.attention == "flex":
+        raise UserError(f"--attention flex and --attention-backend {command.attention_backend} differ; give one")
+    tell(prog, "sdpa" if flex else command.attention_backend)
+    command = dataclasses.replace(command, report_to="csv" if command.report_to == "none" else command.report_to)
+    return as_command(command if flex else dataclasses.replace(command, attention="dense"))
 
 
 def as_command(command: Command) -> list[str]:
@@ -119,13 +119,11 @@ def check_draft(command: Published) -> None:
             )
 
 
-def tell(prog: str, attention_backend: str, *, on_the_fly: bool) -> None:
+def tell(prog: str, attention_backend: str) -> None:
     """Say what is done in place of what was asked for, where the numbers stay the same."""
     if attention_backend != "sdpa":
         note = "PyTorch's SDPA is used, for the same attention"
         print(f"{prog}: --attention-backend {attention_backend}: {note}", file=sys.stderr)
-    if on_the_fly:
-        print(f"{prog}: --on-the-fly-loader: {READ_AT_ONCE}", file=sys.stderr)
 
 
 def as_words(name: str, value: object) -> list[str]:

@@ -2,22 +2,26 @@
 
 import hashlib
 import json
+import logging
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dloop import checkpoint
-from dloop.cli.answer import hush
+from dloop.cli.answer import device_of, hush
 from dloop.cli.train import Command
 from dloop.cli.train_checks import make_writable, refuse_for_family, refuse_numbers, refuse_unsupported
 from dloop.cli.train_data import check_data, is_jsonl, read_jsonl
+from dloop.cli.train_plan import show_plan
+from dloop.cli.train_show import follow, tracked
+from dloop.cli.train_watch import judge_of, raise_alarms, tracker_of
 from dloop.detect import detect_family
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.families import READERS
@@ -28,13 +32,25 @@ from dloop.misfits import check_pair
 from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
 from dloop.train.cache import cache_features, features_of
-from dloop.train.checkpoint import latest, resume
+from dloop.train.checkpoint import Keeping, best, latest, resume, tau_of
+from dloop.train.flex import Attention, chosen
 from dloop.train.losses import DSparkWeights
-from dloop.train.objective import ObjectiveSettings
+from dloop.train.objective import Objective, ObjectiveSettings
 from dloop.train.objectives import objective_of
 from dloop.train.optim import Optimizer
+from dloop.train.parallel import ALONE, Share, from_environment, join, shard
 from dloop.train.start import choose_vocabulary, fresh
-from dloop.train.trainer import GraphedStep, Record, Step, TrainSettings, check, columns, steps_of_epochs, train
+from dloop.train.trainer import (
+    GraphedStep,
+    Record,
+    Step,
+    TrainSettings,
+    check,
+    columns,
+    steps_of_epochs,
+    together,
+    train,
+)
 
 
 def run(command: Command) -> int:
@@ -42,33 +58,67 @@ def run(command: Command) -> int:
     refuse_unsupported(command)
     refuse_numbers(command)
     hush()
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if command.device == "auto" else command.device
-    where = check_device(device)
-    data = None if is_jsonl(command.train_data_path) else TokenFile.read(command.train_data_path, command.max_length)
-    make_writable(command.output_dir)
+    share = from_environment()
+    device = device_of(command.device)
+    if share.world > 1 and device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    join(share, check_device(device), command.dist_timeout)
+    if not share.rank:
+        return work(command, share, device)
+    logging.getLogger("dloop").setLevel(logging.ERROR)  # one process speaks for all
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        return work(command, share, device)
+
+
+def work(command: Command, share: Share, device: str) -> int:
+    """What every process does."""
+    data = None
+    if not is_jsonl(command.train_data_path):
+        data = TokenFile.read(command.train_data_path, command.max_length)
+        if command.on_the_fly_loader:
+            print("dloop train: --on-the-fly-loader: a token file holds tokens already", file=sys.stderr)
+    if not command.dry_run:
+        make_writable(command.output_dir)
     target = load_target(command.target_model_path, command.dtype, device, engine="twin")
-    model = start_model(command, target).to(where)
+    model = start_model(command, target).to(target.device)
     refuse_for_family(command, model.config, target)
     data = data or read_jsonl(command, target, model.config)
     check_data(data, target, command)
     if command.draft_config_path is not None:
         choose_vocabulary(model, data)
-    settings = settings_of(command, data, model.config)
-    optimizer = Optimizer(model.parameters(), command.max_grad_norm)
+    settings = settings_of(command, data, model.config, share)
     fingerprint = fingerprint_of(command, model, settings, data)
-    done = begin(command, model, optimizer, fingerprint)
-    step = build_step(command, model, target, data, optimizer)
-    records = follow(
-        train(step, data, settings, command.output_dir, done=done, fingerprint=fingerprint), settings, done
-    )
-    finished = latest(command.output_dir)
-    if command.json:
-        names = ("step", "epoch", "rate", "step_ms", *columns(step.objective))
-        rows = [dict(zip(names, (*r[:4], *r.values), strict=True)) for r in records]
-        print(json.dumps({"schema": 1, "checkpoint": str(finished), "steps": settings.num_steps, "records": rows}))
-    else:
-        print(finished)
+    objective = build_objective(command, model, target, share)
+    if not command.dry_run:
+        raise_alarms(command, target, data, objective)
+    if share.world > 1 and command.parallel == "fsdp":
+        shard(objective)
+    optimizer = Optimizer(model.parameters(), command.max_grad_norm)
+    done = 0 if command.dry_run else begin(command, model, optimizer, fingerprint)
+    step = build_step(command, objective, target, data, optimizer)
+    if command.dry_run:
+        show_plan(command, data, target, step, settings)
+        return 0
+    keeping = Keeping(fingerprint, command.keep_last, None if share.rank else judge_of(command, target))
+    with nullcontext() if share.rank else tracker_of(command) as tracker:
+        stream = train(step, data, settings, command.output_dir, done=done, keeping=keeping)
+        records = follow(tracked(stream, tracker, columns(objective)), settings, done)
+    report(command, records, settings, columns(objective))
     return 0
+
+
+def report(command: Command, records: list[Record], settings: TrainSettings, names: tuple[str, ...]) -> None:
+    """The last checkpoint, and the best one if any was measured."""
+    finished, leading = latest(command.output_dir), best(command.output_dir)
+    if command.json:
+        names = ("step", "epoch", "rate", "step_ms", *names)
+        rows = [dict(zip(names, (*r[:4], *r.values), strict=True)) for r in records]
+        named = {"checkpoint": str(finished), "best": None if leading is None else str(leading)}
+        print(json.dumps({"schema": 1, **named, "steps": settings.num_steps, "records": rows}))
+    else:
+        if leading is not None:
+            print(f"dloop train: best measured: {leading.name}, tau {tau_of(leading):.3f}", file=sys.stderr)
+        print(finished)
 
 
 def start_model(command: Command, target: HFTarget) -> HostModel:
@@ -101,7 +151,7 @@ def read_config(path: Path, what: str) -> HostConfig:
     return READERS[detect_family(raw, str(path))](raw, str(path))
 
 
-def settings_of(command: Command, data: TokenFile, config: HostConfig) -> TrainSettings:
+def settings_of(command: Command, data: TokenFile, config: HostConfig, share: Share) -> TrainSettings:
     """How long and how fast, from the flags."""
     settings = TrainSettings(
         num_steps=1,
@@ -112,6 +162,7 @@ def settings_of(command: Command, data: TokenFile, config: HostConfig) -> TrainS
         accumulation_steps=command.accumulation_steps,
         dloop_max_stage=command.dloop_max_stage,
         ttt_lengths=() if isinstance(config, BlockConfig) else command.ttt_length_dist or published_lengths(config),
+        share=share,
         seed=command.seed,
         log_interval=command.log_interval,
         save_interval=command.save_interval,
@@ -127,31 +178,36 @@ def published_lengths(config: HostConfig) -> tuple[int, ...]:
     return tuple(config.stage_len * stages for stages in (1, 2, 3))
 
 
-def build_step(
-    command: Command, model: HostModel, target: HFTarget, data: TokenFile, optimizer: Optimizer
-) -> Step | GraphedStep:
-    """The objective and one step of it, with the accelerations asked for."""
-    objective = objective_of(
-        model,
-        target.vocabulary,
-        ObjectiveSettings(
-            num_anchors=command.num_anchors,
-            loss_decay_gamma=command.loss_decay_gamma,
-            dloop_loss_weight=command.dloop_loss_weight,
-            position_offset_max=command.position_offset_max,
-            lambda_base_start=command.lambda_base_start,
-            lambda_base_decay_ratio=command.lambda_base_decay_ratio,
-            loss_mask_shift=command.loss_mask_shift,
-            weights=DSparkWeights(
-                ce=command.dspark_ce_loss_alpha,
-                l1=command.dspark_l1_loss_alpha,
-                confidence=command.dspark_confidence_head_alpha,
-            ),
-        ),
+def build_objective(command: Command, model: HostModel, target: HFTarget, share: Share) -> Objective:
+    """What the family minimises, from the flags."""
+    weights = DSparkWeights(
+        ce=command.dspark_ce_loss_alpha,
+        l1=command.dspark_l1_loss_alpha,
+        confidence=command.dspark_confidence_head_alpha,
     )
+    settings = ObjectiveSettings(
+        num_anchors=command.num_anchors,
+        loss_decay_gamma=command.loss_decay_gamma,
+        dloop_loss_weight=command.dloop_loss_weight,
+        position_offset_max=command.position_offset_max,
+        lambda_base_start=command.lambda_base_start,
+        lambda_base_decay_ratio=command.lambda_base_decay_ratio,
+        attention=attention_of(command, model.config, target.device),
+        recompute=command.gradient_checkpointing,
+        share=share,
+        loss_mask_shift=command.loss_mask_shift,
+        weights=weights,
+    )
+    return objective_of(model, target.vocabulary, settings)
+
+
+def build_step(
+    command: Command, objective: Objective, target: HFTarget, data: TokenFile, optimizer: Optimizer
+) -> Step | GraphedStep:
+    """One step of the objective, with the accelerations asked for."""
     if command.compile:
         objective.compile_rows()
-    taps, last = model.config.target_layer_ids, objective.reads_teacher
+    taps, last = objective.model.config.target_layer_ids, objective.reads_teacher
     if command.cache_features:
         features = cache_features(target, data, taps, max(command.batch_size, 16), last=last)
     else:
@@ -162,6 +218,17 @@ def build_step(
     if target.device.type != "cuda":
         raise UserError(f"--cuda-graphs needs a GPU, this run is on {target.device}; leave it out")
     return GraphedStep(step)
+
+
+def attention_of(command: Command, config: HostConfig, device: torch.device) -> Attention:
+    """What packed stages attend with, told on standard error where there was a choice and it was left open."""
+    if not isinstance(config, BlockConfig):
+        return "dense"  # an unroll has no packed stages
+    asked = "dense" if command.cuda_graphs and command.attention == "auto" else command.attention
+    found = chosen(asked, config, device)
+    if command.attention == "auto" and device.type == "cuda":
+        print(f"dloop train: --attention {found}", file=sys.stderr)
+    return found
 
 
 def begin(command: Command, model: HostModel, optimizer: Optimizer, fingerprint: str) -> int:
@@ -180,14 +247,15 @@ def fingerprint_of(command: Command, model: HostModel, settings: TrainSettings, 
     objective = [getattr(command, name) for name in vars(command) if name.startswith(chosen)]
     facts = (
         model.config,
-        replace(settings, log_interval=1, save_interval=1),
+        replace(settings, log_interval=1, save_interval=1, batch_size=together(settings), share=ALONE),
         objective,
         command.target_model_path,
         command.dtype,
     )
-    arrays = [data.flat, data.lens] + ([] if data.labels is None else [data.labels])
     start = (value.detach().cpu().numpy() for value in model.state_dict().values())
-    return hashlib.sha256(repr((facts, data.max_length, digest(arrays), digest(start))).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr((facts, data.max_length, digest(data.contents()), digest(start))).encode()).hexdigest()[
+        :12
+    ]
 
 
 def digest(arrays: Iterable[np.ndarray]) -> str:
@@ -197,26 +265,3 @@ def digest(arrays: Iterable[np.ndarray]) -> str:
         found.update(repr((array.dtype.str, array.shape)).encode())
         found.update(np.ascontiguousarray(array).data)
     return found.hexdigest()
-
-
-def follow(stream: Iterator[Record], settings: TrainSettings, done: int) -> list[Record]:
-    """Show the records as they come; quiet when standard error is not a terminal, but for one line each."""
-    records: list[Record] = []
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("training", total=settings.num_steps, completed=done)
-        for record in stream:
-            records.append(record)
-            progress.update(task, completed=record.step, description=describe(record))
-    return records
-
-
-def describe(record: Record) -> str:
-    """One line for the progress bar."""
-    return f"loss {record.values[0]:.3f}  rate {record.rate:.1e}  {record.step_ms:.0f} ms/step"

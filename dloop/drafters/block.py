@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.gap import new_gap_rows
 from dloop.drafters.host import HostDrafter, HostModel
-from dloop.drafters.layers import MLP, NormedAttention, RMSNorm, Rotary
+from dloop.drafters.layers import MLP, Mask, NormedAttention, RMSNorm, Rotary
 from dloop.drafters.memory import KeyValues, SlotMemory
 from dloop.drafters.proposal import Proposal, read_out
 from dloop.loop import Drafter
@@ -35,7 +35,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, rows: Float[Tensor, "B R D"], rotary: Rotary, memory: KeyValues, mask: Bool[Tensor, "B 1 R S"] | None
+        self, rows: Float[Tensor, "B R D"], rotary: Rotary, memory: KeyValues, mask: Mask | None
     ) -> Float[Tensor, "B R D"]:
         rows = rows + self.self_attn(self.input_layernorm(rows), rotary, memory, mask)
         return rows + self.mlp(self.post_attention_layernorm(rows))
@@ -67,7 +67,7 @@ class BlockModel(HostModel):
         rows: Float[Tensor, "B R D"],
         positions: Int[Tensor, "B R"],
         memory: list[KeyValues],
-        mask: Bool[Tensor, "B 1 R S"] | None = None,
+        mask: Mask | None = None,
     ) -> Float[Tensor, "B R D"]:
         """The one layer arithmetic: block rows over a memory, then the final norm. Training calls it packed with a
         mask, decoding calls it cached without one.

@@ -63,7 +63,8 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "... D"], previous: Float[Tensor, "... r"] | None) -> Float[Tensor, "..."]:
         inputs = hidden if previous is None or not self.with_markov else torch.cat([hidden, previous], -1)
-        return self.proj(inputs)[..., 0].float()
+        logits = self.proj(inputs)[..., 0]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class DSpark(PathModel):

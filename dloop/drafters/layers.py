@@ -3,16 +3,26 @@
 Source of the arithmetic: the Llama and Qwen3 blocks of Hugging Face transformers.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dloop.drafters.host import HostConfig
 from dloop.drafters.memory import KeyValues, join
+
+Mask: TypeAlias = Bool[Tensor, "#B 1 n S"] | BlockMask  # a block mask calls for flex attention
+
+
+@functools.cache
+def compiled_flex() -> Callable[..., Tensor]:
+    """Flex attention as a kernel, compiled once a process; without a compiler it holds all scores."""
+    return torch.compile(flex_attention)
 
 
 class Rotary(NamedTuple):
@@ -113,7 +123,7 @@ class NormedAttention(Attention):
         return KeyValues(rotary.rotate(keys), self.heads(self.v_proj(rows)))
 
     def forward(
-        self, rows: Float[Tensor, "B R W"], rotary: Rotary, memory: KeyValues, mask: Bool[Tensor, "B 1 R S"] | None
+        self, rows: Float[Tensor, "B R W"], rotary: Rotary, memory: KeyValues, mask: Mask | None
     ) -> Float[Tensor, "B R D"]:
         """Attend over [memory ; rows]; `mask` (True = visible) covers all S of them, None shows everything."""
         queries = self.queries(rows, rotary)
@@ -137,10 +147,13 @@ class MLP(nn.Module):
 def attend(
     queries: Float[Tensor, "B H n d"],
     seen: KeyValues,
-    mask: Bool[Tensor, "#B 1 n S"] | None = None,
+    mask: Mask | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "B H n d"]:
     """Softmax attention of grouped heads; `mask` True = visible, None shows everything. `scale`: 1 / sqrt(d)."""
+    if isinstance(mask, BlockMask):
+        run = compiled_flex() if queries.is_cuda else flex_attention
+        return run(queries, *seen, block_mask=mask, scale=scale, enable_gqa=True)
     batch, heads, count, dim = queries.shape
     shared = seen.keys.shape[1]
     groups = heads // shared

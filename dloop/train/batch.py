@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dloop.errors import UserError
+from dloop.train.parallel import ALONE, Share, most_of
 
 BUCKET = 32  # batches sorted by length together: little padding, little loss of randomness
 PAD_TO = 64  # few distinct widths, so that compiled kernels are reused
@@ -32,13 +34,19 @@ class TrainBatch:
     def to(self, device: torch.device) -> "TrainBatch":
         return TrainBatch(*(tensor.to(device, non_blocking=True) for tensor in self.tensors()))
 
-    def shifted(self, position_offset_max: int) -> "TrainBatch":
+    def shifted(self, position_offset_max: int, share: Share = ALONE) -> "TrainBatch":
         """The same samples at positions drawn afresh: each begins at one of 0..position_offset_max - length.
 
         No host copy. Source: the published README's `--position-offset-max`.
         """
         room = position_offset_max - self.lengths + 1
-        return replace(self, offsets=(torch.rand(room.shape, device=room.device) * room).long())
+        drawn = share.rows(torch.rand(len(room) * share.world, device=room.device))
+        return replace(self, offsets=(drawn * room).long())
+
+    def widened(self, width: int) -> "TrainBatch":
+        """The same samples with more padding."""
+        more = width - self.tokens.shape[1]
+        return replace(self, tokens=pad(self.tokens, (0, more)), loss_mask=pad(self.loss_mask, (0, more)))
 
 
 class Sample(NamedTuple):
@@ -96,6 +104,10 @@ class TokenFile:
 
     def __len__(self) -> int:
         return len(self.lens)
+
+    def contents(self) -> list[np.ndarray]:
+        """All that decides the samples, for a fingerprint."""
+        return [self.flat, self.lens] + ([] if self.labels is None else [self.labels])
 
     def sample(self, index: int) -> Sample:
         """One sample, cut at `max_length`."""
@@ -156,8 +168,13 @@ def plan_epoch(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> l
     return [batches[i] for i in np.random.default_rng([seed, epoch, 1]).permutation(len(batches))]
 
 
-def batches(data: TokenFile, batch_size: int, seed: int, first_step: int, num_steps: int) -> Iterator[TrainBatch]:
-    """Batches of steps first_step..num_steps-1; epochs follow one another without a break."""
+def batches(
+    data: TokenFile, batch_size: int, seed: int, first_step: int, num_steps: int, share: Share = ALONE
+) -> Iterator[TrainBatch]:
+    """Batches of steps first_step..num_steps-1; epochs follow one another without a break.
+
+    `batch_size` counts the samples of all processes; each reads its own alone, as wide as the widest of all.
+    """
     lengths = np.minimum(data.lens.sum(1), data.max_length)
     plan: list[np.ndarray] = []
     epoch = -1
@@ -168,4 +185,12 @@ def batches(data: TokenFile, batch_size: int, seed: int, first_step: int, num_st
         if step // per_epoch != epoch:
             epoch = step // per_epoch
             plan = plan_epoch(lengths, batch_size, seed, epoch)
-        yield data.collate(plan[step % per_epoch])
+        batch = data.collate(plan[step % per_epoch][share.rank :: share.world])
+        yield batch.widened(most_of(batch.tokens.shape[1]))
+
+
+def samples_of_batch(data: TokenFile, batch_size: int, seed: int, index: int) -> np.ndarray:
+    """The numbers of the samples in one of the batches, counted from the first step on."""
+    lengths = np.minimum(data.lens.sum(1), data.max_length)
+    epoch, place = divmod(index, len(data) // batch_size)
+    return plan_epoch(lengths, batch_size, seed, epoch)[place]

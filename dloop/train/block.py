@@ -1,17 +1,20 @@
 """The training objectives of block drafters: the host's own loss, and one loop stage in the deployed layout."""
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from dloop.drafters.block import BlockModel
 from dloop.targets.hf import BatchFeatures
+from dloop.train import pieces
 from dloop.train.anchors import Anchors, sample_anchors
 from dloop.train.batch import TrainBatch
+from dloop.train.flex import Attention, FlexStages
 from dloop.train.losses import (
     EPSILON,
     Sums,
@@ -23,8 +26,11 @@ from dloop.train.losses import (
 )
 from dloop.train.objective import Loss, Objective, ObjectiveSettings, TotalWeights
 from dloop.train.packed import PackedStages
+from dloop.train.pieces import Worked, even
 from dloop.types import Vocabulary
 from dloop.vocabulary import target_logits
+
+STAGES: dict[Attention, type[PackedStages]] = {"dense": PackedStages, "flex": FlexStages}
 
 
 class StageRows(NamedTuple):
@@ -35,6 +41,11 @@ class StageRows(NamedTuple):
     previous: Int[Tensor, "n k"]
     labels: Int[Tensor, "n k"]
     weights: Float[Tensor, "n k"]
+
+    def part(self, hidden: Float[Tensor, "m B D"], where: slice) -> "StageRows":
+        """Some of the chains, with these states of theirs."""
+        teacher = None if self.teacher is None else self.teacher[where]
+        return StageRows(hidden, teacher, self.previous[where], self.labels[where], self.weights[where])
 
 
 class BlockObjective(Objective):
@@ -69,34 +80,33 @@ class BlockObjective(Objective):
         `totals`: the weights of all parts of a step; the losses of its parts then add up. None: this batch is all.
         """
         anchors = self.draw(batch) if anchors is None else anchors
-        stages = PackedStages.begin(
+        stages = STAGES[self.settings.attention].begin(
             self.model, self.vocabulary, batch.tokens, features.taps, anchors, offsets=batch.offsets
         )
-        host = self.stage_sums(stages.forward(), 0, stages, batch, features)
+        stages.recompute = self.settings.recompute
+        host, sums = self.stage_sums(stages.forward(), 0, stages, batch, features)
         if depth == 0:
-            return Loss(self.mean(host, None if totals is None else totals.host), host, None)
+            return Loss(host / ((totals.host if totals else sums.weight) + EPSILON), sums, None)
         for _ in range(depth - 1):
             stages.forward()  # middle stages only hand on hidden states
-        loop = self.stage_sums(stages.forward(), depth, stages, batch, features)
-        return Loss(self.combine(host, loop, totals or TotalWeights(host.weight, loop.weight)), host, loop)
+        loop, more = self.stage_sums(stages.forward(), depth, stages, batch, features)
+        return Loss(self.combine(host, loop, totals or TotalWeights(sums.weight, more.weight)), sums, more)
 
-    def combine(self, host: Sums, loop: Sums, totals: TotalWeights) -> Float[Tensor, ""]:
-        """Both sides of the loss as one number."""
+    def combine(self, host: Float[Tensor, ""], loop: Float[Tensor, ""], totals: TotalWeights) -> Float[Tensor, ""]:
+        """The mixed terms of both sides as one number."""
         share = self.settings.dloop_loss_weight
-        return (1 - share) * self.mean(host, totals.host) + share * self.mean(loop, totals.loop)
+        return (1 - share) * host / (totals.host + EPSILON) + share * loop / (totals.loop + EPSILON)
 
-    def mean(self, sums: Sums, weight: Float[Tensor, ""] | None = None) -> Float[Tensor, ""]:
-        """The mixed terms over these rows' own weight, or over `weight`: that of all parts of a step."""
-        return self.mixed(sums) / ((sums.weight if weight is None else weight) + EPSILON)
-
-    def mixed(self, sums: Sums) -> Float[Tensor, ""]:
+    def mixed(self, terms: Float[Tensor, " t"]) -> Float[Tensor, ""]:
         """The weighted sum of the terms."""
-        parts = [share * term for share, term in zip(self.mix(), sums.terms.unbind(), strict=True)]
+        parts = [share * term for share, term in zip(self.mix(), terms.unbind(), strict=True)]
         return torch.stack(parts).sum()
 
     def draw(self, batch: TrainBatch) -> Anchors:
         """Fresh anchors for a batch."""
-        return sample_anchors(batch.loss_mask, self.settings.num_anchors)
+        share, (count, width) = self.settings.share, batch.loss_mask.shape
+        keys = torch.rand(count * share.world, width - 1, device=batch.loss_mask.device)
+        return sample_anchors(batch.loss_mask, self.settings.num_anchors, share.rows(keys))
 
     def total_weights(self, parts: Sequence[tuple[TrainBatch, Anchors]], depth: int) -> TotalWeights:
         host, loop = (
@@ -123,8 +133,10 @@ class BlockObjective(Objective):
         stages: PackedStages,
         batch: TrainBatch,
         features: BatchFeatures,
-    ) -> Sums:
-        """Label j of a stage that starts at s is x_{s+j+1}; previous token and teacher's law stand at s+j."""
+    ) -> tuple[Float[Tensor, ""], Sums]:
+        """(the mixed terms, with gradients; the terms). Label j of a stage that starts at s is x_{s+j+1}; previous
+        token and teacher's law stand at s+j.
+        """
         at = self.row_positions(stage_index, stages.anchors)
         labels, _ = self.labels(at + 1, stages.anchors, batch)
         previous, _ = self.labels(at, stages.anchors, batch)
@@ -135,7 +147,15 @@ class BlockObjective(Objective):
             labels=labels.flatten(0, 1),
             weights=self.row_weights(stage_index, stages.anchors, batch).flatten(0, 1),
         )
-        return self.row_sums(rows)
+        sizes = even(len(rows.hidden), max(1, pieces.ROWS // self.model.config.stage_len))
+        ends = list(itertools.accumulate(sizes))
+
+        def work(number: int, states: Tensor) -> Worked:
+            terms = self.row_sums(rows.part(states, slice(ends[number] - sizes[number], ends[number]))).terms
+            return Worked(self.mixed(terms), terms)
+
+        done = self.summed(work, rows.hidden.split(sizes), list(self.model.parameters()))
+        return done.value, Sums(done.terms, rows.weights.sum())
 
     def labels(
         self, positions: Int[Tensor, "B A k"], anchors: Anchors, batch: TrainBatch
@@ -185,8 +205,8 @@ class DFlashObjective(BlockObjective):
     def mix(self) -> Sequence[float]:
         return (1.0,)
 
-    def combine(self, host: Sums, loop: Sums, totals: TotalWeights) -> Float[Tensor, ""]:
-        return (self.mixed(host) + self.mixed(loop)) / (totals.host + totals.loop + EPSILON)
+    def combine(self, host: Float[Tensor, ""], loop: Float[Tensor, ""], totals: TotalWeights) -> Float[Tensor, ""]:
+        return (host + loop) / (totals.host + totals.loop + EPSILON)
 
 
 class DominoObjective(BlockObjective):
@@ -225,7 +245,7 @@ class DominoObjective(BlockObjective):
         self.lambda_base.fill_(value)
 
 
-def states_at(states: Float[Tensor, "B T D"], positions: Int[Tensor, "B A k"]) -> Float[Tensor, "B A k D"]:
+def states_at(states: Shaped[Tensor, "B T D"], positions: Int[Tensor, "B A k"]) -> Shaped[Tensor, "B A k D"]:
     """The states at these positions; beyond the end the last one, whose row weighs nothing."""
     where = positions.clamp(max=states.shape[1] - 1).flatten(1)[..., None].expand(-1, -1, states.shape[-1])
     return states.gather(1, where).unflatten(1, positions.shape[1:])

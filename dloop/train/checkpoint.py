@@ -1,22 +1,38 @@
 """Checkpoint folders `epoch_{e}_step_{s}`: a standard checkpoint of the host, and what an exact resume needs."""
 
+import json
+import math
+import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from dloop import checkpoint
 from dloop.drafters.families import write_config
-from dloop.drafters.host import HostModel
+from dloop.drafters.host import HostConfig, HostModel
 from dloop.errors import UserError
+from dloop.records import number
+from dloop.train.acceptance import Acceptance
 from dloop.train.optim import Optimizer
+from dloop.train.parallel import gathered, like
 
-STATE = "training_state.pt"
+STATE, JUDGED, PARTIAL = "training_state.pt", "acceptance.json", ".partial"
 NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What checkpoints carry, and which of them stay."""
+
+    fingerprint: str = ""  # of all that decides the run's numbers
+    last: int | None = None  # how many stay beside the best one; None: all
+    judge: Callable[[HostModel], Acceptance] | None = None
 
 
 class Progress(NamedTuple):
@@ -26,25 +42,37 @@ class Progress(NamedTuple):
     step: int  # optimiser steps done
 
 
-def save(output_dir: Path, progress: Progress, model: HostModel, optimizer: Optimizer, fingerprint: str) -> Path:
+class State(NamedTuple):
+    """Float32 masters and the optimiser's state, whole."""
+
+    masters: dict[str, Tensor]
+    adam: dict[str, object]
+
+
+def collect(model: HostModel, optimizer: Optimizer) -> State:
+    """What a checkpoint holds. All processes must call it."""
+    return State(*(cast(dict[str, Any], gathered(x)) for x in (model.state_dict(), optimizer.adam.state_dict())))
+
+
+def save(output_dir: Path, progress: Progress, config: HostConfig, found: State, fingerprint: str) -> Path:
     """Write weights in bfloat16, float32 masters and optimiser state; the folder appears under its name when whole.
 
     Raises RuntimeError before anything is written if a value is not finite.
     """
     folder = output_dir / f"epoch_{progress.epoch}_step_{progress.step}"
+    masters, adam = found
     weights = {
         name: value.to(torch.bfloat16) if value.is_floating_point() else value  # maps of ids stay what they are
-        for name, value in model.state_dict().items()
+        for name, value in masters.items()
     }
-    masters, adam = model.state_dict(), optimizer.adam.state_dict()
     if not all_finite(tensors_in((weights, masters, adam["state"]))):
         raise RuntimeError(
             f"weights or optimiser state are not finite after step {progress.step}, so {folder.name} is not written; "
             "lower the learning rate"
         )
-    partial = output_dir / f".{folder.name}.partial"
+    partial = output_dir / f".{folder.name}{PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
-    checkpoint.write_checkpoint(partial, write_config(model.config, "bfloat16"), weights)
+    checkpoint.write_checkpoint(partial, write_config(config, "bfloat16"), weights)
     state = {
         "epoch": progress.epoch,
         "step": progress.step,
@@ -53,17 +81,78 @@ def save(output_dir: Path, progress: Progress, model: HostModel, optimizer: Opti
         "optimizer": adam,
     }
     torch.save(state, partial / STATE)
+    for path in (*partial.iterdir(), partial):
+        settle(path)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+    settle(output_dir)
     return folder
+
+
+def settle(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on the disk: a rename must not overtake what it names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def judge(folder: Path, model: HostModel, state: State, keeping: Keeping) -> None:
+    """Measure a new checkpoint's acceptance, if the run measures at all, and write it beside the weights."""
+    if keeping.judge is None:
+        return
+    found = keeping.judge(rebuilt(model, state))
+    text = json.dumps({**found, "gate": number(found["gate"])}, indent=1, allow_nan=False) + "\n"
+    partial = folder / f".{JUDGED}{PARTIAL}"
+    partial.write_text(text)
+    settle(partial)
+    partial.replace(folder / JUDGED)
+
+
+def rebuilt(model: HostModel, state: State) -> HostModel:
+    """A drafter of its own with these weights."""
+    fresh = type(model)(model.config).to(next(iter(state.masters.values())).device)
+    fresh.load_state_dict(state.masters)
+    return fresh
+
+
+def tau_of(folder: Path) -> float:
+    """The acceptance length that was measured of a checkpoint; below all others without one."""
+    try:
+        return float(json.loads((folder / JUDGED).read_text())["tau"])
+    except (OSError, ValueError, KeyError):
+        return -math.inf
+
+
+def best(output_dir: Path) -> Path | None:
+    """The checkpoint with the largest measured acceptance length; the later one of equals. None if none is measured."""
+    found = max(checkpoints(output_dir), key=lambda path: (tau_of(path), steps_of(path.name)), default=None)
+    return None if found is None or tau_of(found) == -math.inf else found
+
+
+def prune(output_dir: Path, keep_last: int | None) -> None:
+    """Leave the last so many checkpoints, and the best one; and nothing of saves that were killed."""
+    for path in output_dir.glob(f".epoch_*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
+    if keep_last is None:
+        return
+    ordered = sorted(checkpoints(output_dir), key=lambda path: steps_of(path.name))
+    for path in ordered[:-keep_last]:
+        if path != best(output_dir):
+            doomed = path.rename(path.with_name(f".{path.name}{PARTIAL}"))  # never half a checkpoint under its name
+            shutil.rmtree(doomed)
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """All that can be resumed from."""
+    found = output_dir.glob("epoch_*_step_*")
+    return [path for path in found if (path / STATE).is_file() and NAME.fullmatch(path.name)]
 
 
 def latest(output_dir: Path) -> Path | None:
     """The checkpoint with the most steps that can be resumed from."""
-    found = [
-        path for path in output_dir.glob("epoch_*_step_*") if (path / STATE).is_file() and NAME.fullmatch(path.name)
-    ]
-    return max(found, key=lambda path: steps_of(path.name), default=None)
+    return max(checkpoints(output_dir), key=lambda path: steps_of(path.name), default=None)
 
 
 def steps_of(name: str) -> int:
@@ -94,7 +183,11 @@ def resume(folder: Path, model: HostModel, optimizer: Optimizer, fingerprint: st
             f"{folder} holds values that are not finite: its run had diverged; remove it to go on from the one before, "
             "or start anew with a lower --learning-rate"
         )
-    model.load_state_dict(state["masters"])
+    current = model.state_dict()
+    model.load_state_dict({name: like(value, current[name]) for name, value in state["masters"].items()})
+    for index, moments in state["optimizer"]["state"].items():
+        for name, value in moments.items():
+            moments[name] = like(value, optimizer.parameters[index])
     optimizer.adam.load_state_dict(state["optimizer"])
     optimizer.adam.param_groups[0]["lr"] = optimizer.rate  # the loaded copy is no longer the tensor that set_rate fills
     return Progress(int(state["epoch"]), int(state["step"]))

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from dloop.train.parallel import any_of
+
 INSIST = 3  # times: two quick ones are a nervous finger, three are meant
 
 
@@ -24,8 +26,8 @@ class Interrupt:
             signal.signal(signal.SIGINT, self._ask)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if an end was asked for."""
-        if self.times:
+        """Raise KeyboardInterrupt if an end was asked for, of any process: all end at the same step."""
+        if any_of(self.times):
             raise KeyboardInterrupt
 
     @contextmanager

@@ -17,7 +17,8 @@ from dloop.lent import of_rows
 from dloop.targets.hf import BatchFeatures
 from dloop.train import unroll
 from dloop.train.batch import TrainBatch
-from dloop.train.unroll import SharedHeadObjective, Unroll, recomputed
+from dloop.train.pieces import recomputed
+from dloop.train.unroll import Unroll, UnrollObjective
 
 
 @dataclass
@@ -29,7 +30,16 @@ class LentUnroll(Unroll):
     def places(self) -> Int[Tensor, "#B T"]:
         return self.positions + 1
 
-    def _attend(self, queries: Float[Tensor, "B H T d"], kind: str) -> Float[Tensor, "B H T d"]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _rows(
+        self,
+        read: Float[Tensor, "B T _"],
+        embedded: Float[Tensor, "B T _"],
+        places: Int[Tensor, "#B T"],
+        memory: tuple[KeyValues, ...],
+    ) -> tuple[Float[Tensor, "B T D"], list[KeyValues]]:
+        return self.model.rows(read, embedded, places, self._attend), []  # pyright: ignore[reportArgumentType]
+
+    def _attend(self, queries: Float[Tensor, "B H T d"], kind: str) -> Float[Tensor, "B H T d"]:
         """In pieces of rows, computed anew for the gradient; of a window no more keys than its rows see."""
         window = self.model.config.borrows[kind].window
         pieces: list[Tensor] = []
@@ -50,12 +60,13 @@ def behind(queries: Float[Tensor, "B H n d"], seen: KeyValues, window: int | Non
     return attend(queries, seen, visible[None, None], scale=1.0)
 
 
-class AssistantObjective(SharedHeadObjective):
+class AssistantObjective(UnrollObjective):
     """Cross-entropy with the target's law over all its words, whose logits may be bent; the head is the drafter's."""
 
     def begin(self, batch: TrainBatch, features: BatchFeatures) -> Unroll:
         chains = LentUnroll.begin(self.model, self.vocabulary, batch, features.last)
         assert isinstance(chains, LentUnroll)
         pairs = of_rows(features.taps, self.model.config.borrows)
+        chains.recompute = self.settings.recompute
         chains.lent = {kind: KeyValues(*pair) for kind, pair in pairs.items()}
         return chains

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -14,6 +14,8 @@ from dloop.targets.hf import BatchFeatures
 from dloop.train.anchors import Anchors
 from dloop.train.batch import TrainBatch
 from dloop.train.losses import DSparkWeights, Sums
+from dloop.train.parallel import ALONE, Share
+from dloop.train.pieces import in_pieces
 from dloop.types import Vocabulary
 
 
@@ -43,6 +45,9 @@ class ObjectiveSettings:
     weights: DSparkWeights = DSparkWeights()  # DSpark
     lambda_base_start: float = 1.0  # Domino, host training
     lambda_base_decay_ratio: float = 0.5  # Domino, host training
+    attention: Literal["dense", "flex"] = "dense"  # of block families' packed stages
+    recompute: bool = False  # stages and steps anew for the gradient, in place of keeping what they computed
+    share: Share = ALONE  # of the processes that share a batch
     loss_mask_shift: int = 0  # EAGLE-3: the row of token t counts if token t + shift is a label
 
 
@@ -52,6 +57,7 @@ class Objective(nn.Module):
     terms: ClassVar[tuple[str, ...]]
     reads_teacher: ClassVar[bool] = False
     model: HostModel
+    summed = staticmethod(in_pieces)  # how the work on the vocabulary is done
 
     def __init__(self, model: HostModel, vocabulary: Vocabulary, settings: ObjectiveSettings) -> None:
         super().__init__()

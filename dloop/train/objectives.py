@@ -6,11 +6,10 @@ from dloop.drafters.domino import Domino
 from dloop.drafters.dspark import DSpark
 from dloop.drafters.gemma4 import Assistant
 from dloop.drafters.host import HostModel
-from dloop.drafters.mtp import MTP
 from dloop.train.block import DFlashObjective, DominoObjective, DSparkObjective
 from dloop.train.lent import AssistantObjective
 from dloop.train.objective import Objective, ObjectiveSettings
-from dloop.train.unroll import SharedHeadObjective, UnrollObjective
+from dloop.train.unroll import UnrollObjective
 from dloop.types import Vocabulary
 
 
@@ -25,8 +24,6 @@ def objective_of(model: HostModel, vocabulary: Vocabulary, settings: ObjectiveSe
             return DFlashObjective(model, vocabulary, settings)
         case Assistant():
             return AssistantObjective(model, vocabulary, settings)
-        case MTP():
-            return SharedHeadObjective(model, vocabulary, settings)
         case ChainModel():
             return UnrollObjective(model, vocabulary, settings)
         case _:

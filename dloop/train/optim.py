@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dloop.train.parallel import whole
+
 
 class Optimizer:
     """One optimiser step: clip, update, clear. The learning rate lives on the device, so that graphs see it."""
@@ -27,7 +29,7 @@ class Optimizer:
         """Update from the gradients at hand; returns their norm before clipping."""
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.adam.step()
-        return norm
+        return whole(norm)
 
     def clear(self) -> None:
         self.adam.zero_grad(set_to_none=True)

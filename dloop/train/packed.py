@@ -8,16 +8,19 @@ Source of the layout: z-lab/dflash and DeepSpec (first stage); the loop stages c
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 from dloop.drafters.block import BlockModel
 from dloop.drafters.gap import new_gap_rows
 from dloop.drafters.memory import KeyValues, join
 from dloop.train.anchors import Anchors
+from dloop.train.pieces import recomputed
 from dloop.types import Vocabulary
 
 GROUP = 16  # anchors that share their keys: as few as still make a matrix product of a group's rows
@@ -34,7 +37,7 @@ class PackedStages:
     memory: list[KeyValues]
     offsets: Int[Tensor, "B 1"]  # RoPE position of each sample's first token
     hidden: list[Float[Tensor, "B A R D"]] = field(default_factory=list[Tensor])
-    num_gap_rows: int = 0  # a chain
+    recompute: bool = False  # a stage anew for the gradient
 
     @classmethod
     def begin(
@@ -52,9 +55,14 @@ class PackedStages:
         """
         first = torch.zeros_like(tokens[:, :1]) if offsets is None else offsets[:, None]
         positions = first + torch.arange(tokens.shape[1], device=tokens.device)
-        groups = num_groups(anchors.positions.shape[1])
+        groups = cls.groups(anchors.positions.shape[1])
         memory = [spread(layer, groups) for layer in model.project(model.context(taps), positions)]
         return cls(model, vocabulary, tokens, anchors, memory, first)
+
+    @classmethod
+    def groups(cls, num_anchors: int) -> int:
+        """How many groups the anchors of a sequence stand in, each with its own copy of the context."""
+        return num_groups(num_anchors)
 
     @property
     def block_size(self) -> int:
@@ -72,7 +80,8 @@ class PackedStages:
         starts = self.starts(index)
         positions = (starts[..., None] + torch.arange(self.block_size, device=starts.device)).flatten(1)
         rows, positions = self._grouped(self._rows(starts)), self._grouped(positions + self.offsets)
-        hidden = self.model.stage(rows, positions, self.memory, self.mask())
+        stage = partial(recomputed, self.model.stage) if self.recompute else self.model.stage
+        hidden = stage(rows, positions, list(self.memory), self.mask())
         self.hidden.append(hidden.reshape(*starts.shape, self.block_size, -1))
         return self.hidden[-1]
 
@@ -80,20 +89,20 @@ class PackedStages:
         """[B, rows of all anchors, ...] as [B x groups, rows of a group's anchors, ...]."""
         return x.reshape(len(self.memory[0].keys), -1, *x.shape[2:])
 
-    def mask(self) -> Bool[Tensor, "b 1 R S"]:
+    def mask(self) -> Bool[Tensor, "b 1 R S"] | BlockMask:
         """Which of [context ; gap rows ; block rows] each packed row of a group sees."""
         anchors = self._grouped(self.anchors.positions)
-        batch, num_anchors = anchors.shape
-        device = self.tokens.device
-        chain = torch.arange(num_anchors, device=device)
-        own_row = chain.repeat_interleave(self.block_size)
-        own_gap = chain.repeat_interleave(self.num_gap_rows)
-        if self.num_gap_rows:  # gap rows were appended stage after stage, each time for all anchors
-            own_gap = torch.cat([chain.repeat_interleave(count) for count in self._gap_counts()])
-        before = torch.arange(self.tokens.shape[1], device=device) < anchors[..., None]
+        owners = self.owners()
+        before = torch.arange(self.tokens.shape[1], device=anchors.device) < anchors[..., None]
         context = before.repeat_interleave(self.block_size, dim=1)
-        own = own_row[:, None] == torch.cat([own_gap, own_row])[None]
-        return torch.cat([context, own.expand(batch, -1, -1)], -1)[:, None]
+        own = owners[-context.shape[1] :, None] == owners[None]
+        return torch.cat([context, own.expand(len(anchors), -1, -1)], -1)[:, None]
+
+    def owners(self) -> Int[Tensor, " s"]:
+        """Whose each of [gap rows ; block rows] is: the number of its chain in the group."""
+        chain = torch.arange(self._grouped(self.anchors.positions).shape[1], device=self.tokens.device)
+        counts = (*self._gap_counts(), self.block_size)  # rows of a chain, appended stage after stage for all anchors
+        return torch.cat([chain.repeat_interleave(count) for count in counts])
 
     def _gap_counts(self) -> list[int]:
         config = self.model.config
@@ -121,7 +130,6 @@ class PackedStages:
         positions = (self.anchors.positions[..., None] + offsets).flatten(1)
         added = self.model.project(self._grouped(states.flatten(1, 2)), self._grouped(positions + self.offsets))
         self.memory = [join(old, new) for old, new in zip(self.memory, added, strict=True)]
-        self.num_gap_rows += len(rows)
 
 
 def num_groups(num_anchors: int) -> int:

@@ -6,34 +6,38 @@ decoding runs, so a loop stage is nothing but more steps.
 Sources: EAGLE-3's training-time test; SpecForge (shifts, masks, weights); the published README (lengths).
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from dloop.drafters.chain import ChainModel
 from dloop.drafters.memory import KeyValues
 from dloop.targets.hf import BatchFeatures
+from dloop.train import pieces
 from dloop.train.anchors import Anchors
 from dloop.train.batch import TrainBatch
 from dloop.train.losses import Sums
 from dloop.train.objective import Loss, Objective, TotalWeights
+from dloop.train.pieces import Worked, even, recomputed
 from dloop.types import Vocabulary
-from dloop.vocabulary import target_logits
+from dloop.vocabulary import capped, target_logits
 
 DECAY = 0.8  # step i weighs DECAY^i, beyond the host's depth too
-ROWS = 512  # of one piece of attention or of the target's head: bounds what is held at once
+ROWS = 512  # of one piece of attention: bounds the scores that are held at once
 
 
 class Teacher(NamedTuple):
     """What the target says about the token that each row predicts: the row of token t predicts the one at t+2."""
 
-    laws: Float[Tensor, "B T _"]  # over the head's vocabulary; what `row_sums` takes
+    states: Float[Tensor, "B T D"]  # the target's, after the final norm, whose law it is
+    head: Float[Tensor, "W D"]  # the target's, of the words that the drafter's head knows
     counted: Bool[Tensor, "B T"]  # label rows whose likeliest token the head knows
     choice: Int[Tensor, "B T"]  # that token
 
@@ -49,6 +53,7 @@ class Unroll:
     states: Float[Tensor, "B T _"]  # the target's; from the first step on, those that the last one gave
     memory: list[KeyValues] = field(default_factory=list[KeyValues])  # one a step
     steps: int = 0  # done
+    recompute: bool = False  # a step anew for the gradient
 
     @classmethod
     def begin(
@@ -66,7 +71,9 @@ class Unroll:
         tokens = F.pad(self.tokens[:, step + 1 :], (0, min(step + 1, self.tokens.shape[1])))
         embedded = F.embedding(tokens, self.vocabulary.embedding)
         read = self.model.handed(self.states) if step else self.states
-        self.states = self.model.rows(read, embedded, self.places(), self._attend)
+        run = partial(recomputed, self._rows) if self.recompute else self._rows
+        self.states, own = run(read, embedded, self.places(), tuple(self.memory))
+        self.memory += own
         self.steps += 1
         return self.states
 
@@ -74,9 +81,22 @@ class Unroll:
         """Where the rows of the next step stand."""
         return self.positions + self.steps
 
-    def _attend(self, queries: Float[Tensor, "B H T d"], own: KeyValues) -> Float[Tensor, "B H T d"]:
-        self.memory.append(own)
-        return joint(queries, self.memory[0], self.memory[1:])
+    def _rows(
+        self,
+        read: Float[Tensor, "B T _"],
+        embedded: Float[Tensor, "B T _"],
+        places: Int[Tensor, "#B T"],
+        memory: tuple[KeyValues, ...],
+    ) -> tuple[Float[Tensor, "B T D"], list[KeyValues]]:
+        """(states of the next step, its own keys and values), after the steps in `memory`."""
+        found: list[KeyValues] = []
+
+        def attend(queries: Tensor, own: KeyValues) -> Tensor:
+            found.append(own)
+            first, *later = (*memory, own)
+            return joint(queries, first, later)
+
+        return self.model.rows(read, embedded, places, attend), found
 
 
 def joint(queries: Float[Tensor, "B H T d"], first: KeyValues, later: Sequence[KeyValues]) -> Float[Tensor, "B H T d"]:
@@ -129,11 +149,15 @@ class UnrollObjective(Objective):
         totals: TotalWeights | None = None,
     ) -> Loss:
         rows = totals or self.total_weights([(batch, anchors or self.draw(batch))], depth)
-        steps = torch.stack(self.step_sums(batch, features, depth))
-        weighed = steps * DECAY ** torch.arange(depth, device=steps.device, dtype=steps.dtype)
-        host, loop = (part.sum()[None] for part in weighed.tensor_split([self.model.config.stage_len]))
-        beyond = Sums(loop, rows.loop) if depth > self.model.config.stage_len else None
-        return Loss((host + loop)[0] / rows.host, Sums(host, rows.host), beyond)
+        done = self.unrolled(batch, features, depth)
+        host, loop = (part.sum()[None] for part in (done.terms * decay(done.terms)).tensor_split([self.stage_len]))
+        beyond = Sums(loop, rows.loop) if depth > self.stage_len else None
+        return Loss(done.value / rows.host, Sums(host, rows.host), beyond)
+
+    @property
+    def stage_len(self) -> int:
+        """Steps that are the host's own."""
+        return self.model.config.stage_len
 
     def draw(self, batch: TrainBatch) -> Anchors:
         """None: an unroll starts from every row."""
@@ -145,25 +169,42 @@ class UnrollObjective(Objective):
         rows = torch.stack([batch.lengths.sum() for batch, _ in parts]).sum().float()
         return TotalWeights(rows, rows)
 
-    def step_sums(self, batch: TrainBatch, features: BatchFeatures, length: int) -> list[Float[Tensor, ""]]:
+    def step_sums(self, batch: TrainBatch, features: BatchFeatures, length: int) -> Float[Tensor, " length"]:
         """The cross-entropy of each step, summed over the counted rows. Beyond the end of a text nothing counts."""
-        unroll = self.begin(batch, features)
-        teacher, width = self.teacher(batch, features), batch.tokens.shape[1]
-        found: list[Tensor] = []
-        for step in range(length):
-            states = unroll.forward()[:, : max(0, width - step)]
-            found.append(self.step_sum(states, teacher.laws[:, step:], teacher.counted[:, step:]))
-        return found
+        return self.unrolled(batch, features, length).terms
+
+    def unrolled(self, batch: TrainBatch, features: BatchFeatures, length: int) -> Worked:
+        """The cross-entropies of all steps, step i weighing DECAY^i; its terms are those of the steps, unweighed.
+
+        Pieces go by the teacher's rows: the law of a row is made once for all steps that are measured with it.
+        """
+        unroll, teacher = self.begin(batch, features), self.teacher(batch, features)
+        count, width = batch.tokens.shape
+        near = [unroll.forward()[:, : max(0, width - step)] for step in range(length)]
+        sizes = even(width, max(1, pieces.ROWS // count))
+        ends = list(itertools.accumulate(sizes))
+        steps = [states.split(sizes_behind(step, ends), 1) for step, states in enumerate(near)]
+        held: dict[int, Tensor] = {}  # the law of the piece at hand
+
+        def work(number: int, states: Tensor) -> Worked:
+            index, step = divmod(number, length)
+            where = slice(ends[index] - sizes[index], ends[index])
+            if index not in held:
+                held.clear()
+                held[index] = self.law_of(teacher.states[:, where], teacher.head)
+            rows = sizes[index] - states.shape[1]  # the first teacher rows have no row so many steps before
+            found = self.row_sums(states, held[index][:, rows:], teacher.counted[:, where][:, rows:])
+            terms = F.pad(found[None], (step, length - 1 - step))
+            return Worked(found * DECAY**step, terms)
+
+        parts = [steps[step][index] for index in range(len(sizes)) for step in range(length)]
+        return self.summed(work, parts, list(self.model.parameters()))
 
     def begin(self, batch: TrainBatch, features: BatchFeatures) -> Unroll:
         """The chains of a batch."""
-        return Unroll.begin(self.model, self.vocabulary, batch, self.model.reads(features.taps, features.last))
-
-    def step_sum(
-        self, states: Float[Tensor, "B n D"], laws: Float[Tensor, "B n _"], counted: Bool[Tensor, "B n"]
-    ) -> Float[Tensor, ""]:
-        """The cross-entropy of one step."""
-        return recomputed(self.row_sums, states, laws, counted)
+        chains = Unroll.begin(self.model, self.vocabulary, batch, self.model.reads(features.taps, features.last))
+        chains.recompute = self.settings.recompute
+        return chains
 
     def row_sums(
         self, states: Float[Tensor, "B n D"], laws: Float[Tensor, "B n _"], counted: Bool[Tensor, "B n"]
@@ -173,13 +214,10 @@ class UnrollObjective(Objective):
         logp = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         return torch.where(counted, -(laws * logp).sum(-1), 0.0).sum()
 
-    def laws(self, states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T _"]:
-        """What `row_sums` takes of the target's states: here, the laws themselves, since the head's words are few."""
-        return self.law_of(states)
-
-    def law_of(self, states: Float[Tensor, "B n D"]) -> Float[Tensor, "B n W"]:
-        """The target's law over the head's vocabulary."""
-        logits = target_logits(states, self.vocabulary, self.model.kept)
+    @torch.no_grad()
+    def law_of(self, states: Float[Tensor, "B n D"], head: Float[Tensor, "W D"]) -> Float[Tensor, "B n W"]:
+        """The target's law over the words of this head."""
+        logits = capped(F.linear(states, head), self.vocabulary.softcap)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
 
     @torch.no_grad()
@@ -187,39 +225,27 @@ class UnrollObjective(Objective):
         """The target's law one position on. A text's last row has none: as in the public trainer its logits are zeros,
         which are uniform and choose token 0.
         """
-        head, kept, width = self.vocabulary.head, self.model.kept, batch.tokens.shape[1]
+        head, kept = self.vocabulary.head, self.model.kept
+        count, width = batch.tokens.shape
         ended = torch.arange(width, device=head.device) >= batch.lengths[:, None] - 1
         following = F.pad(features.last[:, 1:], (0, 0, 0, 1)).masked_fill(ended[..., None], 0.0)
-        choice = torch.cat([target_logits(part, self.vocabulary).argmax(-1) for part in following.split(ROWS, 1)], 1)
+        parts = following.split(max(1, pieces.ROWS // count), 1)
+        choice = torch.cat([target_logits(part, self.vocabulary).argmax(-1) for part in parts], 1)
         choice = choice.masked_fill(ended, 0)
         known = torch.ones(len(head), dtype=torch.bool, device=head.device)
         if kept is not None:
             known = torch.zeros_like(known).index_fill(0, kept, True)
         shift = self.settings.loss_mask_shift
         labelled = F.pad(batch.loss_mask[:, shift:], (0, shift))
-        return Teacher(self.laws(following), known[choice] & labelled, choice)
+        return Teacher(following, head if kept is None else head[kept], known[choice] & labelled, choice)
 
 
-class SharedHeadObjective(UnrollObjective):
-    """For drafters whose head knows all the target's words, or is the target's: laws of all rows are never held."""
-
-    def laws(self, states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T _"]:
-        return states
-
-    def step_sum(
-        self, states: Float[Tensor, "B n D"], laws: Float[Tensor, "B n _"], counted: Bool[Tensor, "B n"]
-    ) -> Float[Tensor, ""]:
-        parts = zip(*(given.split(ROWS, 1) for given in (states, laws, counted)), strict=True)
-        return torch.stack([recomputed(self.row_sums, *part) for part in parts]).sum()
-
-    def row_sums(
-        self, states: Float[Tensor, "B n D"], laws: Float[Tensor, "B n _"], counted: Bool[Tensor, "B n"]
-    ) -> Float[Tensor, ""]:
-        return super().row_sums(states, self.law_of(laws), counted)
+def decay(steps: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """What each step weighs."""
+    return DECAY ** torch.arange(len(steps), device=steps.device, dtype=steps.dtype)
 
 
-def recomputed(function: Callable[..., Tensor], *given: object) -> Tensor:
-    """Call it, and once more for the gradient in place of keeping what it computed."""
-    return checkpoint(  # pyright: ignore[reportUnknownVariableType]
-        function, *given, use_reentrant=False, preserve_rng_state=False
-    )
+def sizes_behind(step: int, ends: Sequence[int]) -> list[int]:
+    """How many rows of a step are measured with each piece of the teacher's rows, which end at `ends`."""
+    bounds = [max(0, end - step) for end in (0, *ends)]
+    return [last - first for first, last in itertools.pairwise(bounds)]

@@ -1,0 +1,149 @@
+"""What `dloop train` watches: acceptance on held-out prompts, alarms before the first step, trackers."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from dloop import checkpoint
+from dloop.batch import generate_numbered
+from dloop.bench.run import template_sha256
+from dloop.chat import load_tokenizer
+from dloop.cli.train import Command
+from dloop.cli.train_show import Tracker
+from dloop.data.prompts import Prompts, prompt_encoder, read_questions
+from dloop.drafters.host import HostModel
+from dloop.errors import UserError
+from dloop.settings import Settings
+from dloop.targets.hf import HFTarget
+from dloop.train.acceptance import Acceptance, Text, measure
+from dloop.train.alarms import shift_of_labels
+from dloop.train.batch import TokenFile
+from dloop.train.cache import features_of
+from dloop.train.objective import Objective
+
+AT_ONCE = 16  # texts that the target writes together
+logger = logging.getLogger("dloop")
+
+
+def judge_of(command: Command, target: HFTarget) -> Callable[[HostModel], Acceptance] | None:
+    """What measures each checkpoint; None without --eval-data-path. The target writes its greedy texts now, once."""
+    if command.eval_data_path is None:
+        return None
+    prompts = held_out(command, target)
+    settings = Settings(max_new_tokens=command.eval_max_new_tokens, temperature=0.0, seed=0)
+    done = {text.index: text.tokens for text in generate_numbered(target, None, enumerate(prompts), settings, AT_ONCE)}
+    texts: list[Text] = [(prompt, list(done[index])) for index, prompt in enumerate(prompts) if len(done[index]) > 1]
+    if not texts:
+        raise UserError(f"{command.eval_data_path}: {target.name} ends every answer at once; give other prompts")
+    print(f"dloop train: each checkpoint is measured on {len(texts)} greedy texts", file=sys.stderr)
+    return partial(told, measure, target, texts, command.eval_gate)
+
+
+def told(
+    work: Callable[[HostModel, HFTarget, list[Text], float], Acceptance],
+    target: HFTarget,
+    texts: list[Text],
+    gate: float,
+    model: HostModel,
+) -> Acceptance:
+    """Measure, with a line on standard error."""
+    found = work(model, target, texts, gate)
+    stages = " ".join(f"{value:.2f}" for value in found["stages"])
+    print(f"tau {found['tau']:.3f} (host alone {found['tau_host']:.3f}; by stage {stages})", file=sys.stderr)
+    return found
+
+
+def held_out(command: Command, target: HFTarget) -> list[list[int]]:
+    """Prompts in ids: of a token file, or the first questions of conversations."""
+    path = cast(Path, command.eval_data_path)
+    room = target.context - command.eval_max_new_tokens
+    if path.suffix == ".npz":
+        data = TokenFile.read(path, command.max_length)
+        given = [data.sample(index) for index in range(len(data))]
+        found = [sample.tokens[: int(sample.labels.argmax())].tolist() for sample in given if sample.labels.any()]
+        prompts = [ids for ids in found if 0 < len(ids) <= room][: command.eval_samples]
+    else:
+        tokenizer = load_tokenizer(target.folder, target.name)
+        if tokenizer is None:
+            raise UserError(
+                f"{target.name} has no tokenizer beside its weights; give tokens (.npz) as --eval-data-path"
+            )
+        if not path.is_file():
+            raise UserError(f"--eval-data-path {path} does not exist; give prompts (.jsonl) or tokens (.npz)")
+        read = Prompts(path, prompt_encoder(command.chat_template, tokenizer), room, max_samples=command.eval_samples)
+        for item in read_questions(path):
+            read.add(item)
+        prompts = [prompt.tokens.tolist() for prompt in read.used]
+    if not prompts:
+        raise UserError(
+            f"--eval-data-path {path} has no prompt that leaves room for --eval-max-new-tokens "
+            f"{command.eval_max_new_tokens}; give shorter ones"
+        )
+    return prompts
+
+
+def raise_alarms(command: Command, target: HFTarget, data: TokenFile, objective: Objective) -> None:
+    """Warn of data of another target or template, of samples without a label, and of labels off by one."""
+    for name in stale(command.train_data_path, target):
+        logger.warning(f"{command.train_data_path} was made with another {name} than this run's; make it again")
+    empty = (
+        []
+        if data.labels is not None
+        else np.flatnonzero(  # conversations were counted when they were read
+            (data.lens[:, 1] == 0) | (data.lens[:, 0] >= data.max_length)
+        ).tolist()
+    )
+    if empty:
+        shown = ", ".join(map(str, empty[:5]))
+        logger.warning(
+            f"{len(empty)} of {len(data)} samples have no label within --max-length {command.max_length}, such as "
+            f"{shown} (from 0): a step of them alone learns nothing"
+        )
+    first = max(range(min(len(data), 64)), key=lambda index: int(data.sample(index).labels.sum()))
+    batch = data.collate(np.array([first])).to(target.device)
+    taps = objective.model.config.target_layer_ids
+    features = features_of(target, taps, batch, last=objective.reads_teacher)
+    shift = shift_of_labels(objective, batch, features)
+    if shift is not None:
+        logger.warning(
+            f"the drafter's predictions fit the token {'before' if shift < 0 else 'after'} each label better than the "
+            "label: was it trained with another label_shift, or are the features of another layer or position?"
+        )
+
+
+def stale(path: Path, target: HFTarget) -> list[str]:
+    """What `dloop data` recorded beside these data that is not so of this target."""
+    record = path.with_name(f"{path.name}.json")
+    if target.folder is None or not record.is_file():
+        return []
+    try:
+        known = cast(dict[str, object], json.loads(record.read_text(encoding="utf-8")))
+    except ValueError:
+        return []  # some other file of this name
+    tokenizer = load_tokenizer(target.folder, target.name)
+    now: dict[str, object] = {"checkpoint_sha256": {"target": checkpoint.sha256(target.folder)}}
+    if tokenizer is not None and known.get("template_sha256") is not None:
+        now["template_sha256"] = template_sha256(tokenizer)
+    names = {"checkpoint_sha256": "target", "template_sha256": "chat template"}
+    return [names[key] for key, value in now.items() if key in known and known[key] != value]
+
+
+def tracker_of(command: Command) -> AbstractContextManager[Tracker | None]:
+    """What --report-to names. Raises UserError where it is not installed."""
+    if command.report_to == "csv":
+        return nullcontext()
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            f"--report-to tensorboard needs a package that is not installed ({error}): pip install tensorboard, or "
+            "use --report-to csv"
+        ) from error
+    return closing(cast(Tracker, SummaryWriter(str(command.output_dir / "tensorboard"))))

@@ -1,0 +1,86 @@
+"""`dloop train --dry-run`: counts that can be checked by hand, and a profile that leaves the weights alone."""
+
+import json
+
+import pytest
+import torch
+from test_train import command, written
+
+from dloop.bench.training import Kept, costs
+from dloop.cli.main import entry
+from dloop.detect import MTP_FAMILY
+from dloop.testing import tiny_drafter, tiny_target
+from dloop.train.batch import TokenFile
+from dloop.train.objective import ObjectiveSettings
+from dloop.train.objectives import objective_of
+from dloop.train.optim import Optimizer
+from dloop.train.trainer import Step
+
+
+@pytest.fixture
+def folders(tmp_path):
+    target = tiny_target("llama", seed=3)
+    return written(tmp_path, target, tiny_drafter(target))
+
+
+def test_a_dry_run_tells_its_plan_and_leaves_nothing(folders, capsys):
+    assert entry(command(folders, "--dry-run")) == 0
+    data = TokenFile.read(folders / "tokens.npz", 3072)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"data 12 samples, {data.lens.sum()} tokens, {data.lens[:, 1].sum()} of them labels"
+    assert lines[1] == "run 3 steps of 4 samples, up to 4 anchors each: 1.00 passes"
+    assert not (folders / "out").exists()
+
+
+def test_a_profile_measures_every_depth(folders, capsys):
+    words = command(folders, "--dry-run", "--profile", "--peak-tflops", "0.5", "--json")
+    assert entry(words) == 0
+    done = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert done["plan"]["depths"] == [1, 2, 3] and done["peak"] == "stated"
+    assert [row["depth"] for row in done["profile"]] == [1, 2, 3]
+    for row in done["profile"]:
+        assert row["anchors"] == 16 and row["rows"] == 16 * 4 * (row["depth"] + 1) and row["peak_bytes"] is None
+        assert row["utilisation"] == pytest.approx(row["flops"] / row["ms"] * 1e3 / 0.5e12)
+        assert (
+            row["estimate_bytes"] > row["kept_bytes"] + done["plan"]["target_bytes"] + 16 * done["plan"]["parameters"]
+        )
+    flops, kept = ([row[name] for row in done["profile"]] for name in ("flops", "kept_bytes"))
+    assert flops == sorted(flops) and kept == sorted(kept) and flops[0] < flops[2] and kept[0] < kept[2]
+    assert entry(command(folders, "--dry-run", "--profile", "--dloop-max-stage", "0")) == 0
+    assert "measured on a matrix product" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["--profile"], ["--dry-run", "--peak-tflops", "1"], ["--dry-run", "--profile", "--peak-tflops", "0"]]
+)
+def test_a_profile_without_its_dry_run_is_refused(folders, capsys, words):
+    assert entry(command(folders, *words)) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_flops_are_those_of_the_products_and_weights_stay():
+    target = tiny_target("qwen3", seed=3)
+    drafter = tiny_drafter(target, family=MTP_FAMILY)
+    model = drafter.model.requires_grad_(True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    objective = objective_of(model, target.vocabulary, ObjectiveSettings())
+    step = Step(objective, lambda batch: target.features(batch.tokens, ()), Optimizer(model.parameters(), 1.0))
+    data = TokenFile(torch.arange(3, 35).numpy(), torch.tensor([[4, 28]]).numpy(), torch.tensor([0]).numpy(), 64)
+    batch = data.collate(torch.tensor([0]).numpy())
+    one, two = costs(step, [batch], [1, 2], 1e12, 0)
+    assert (one.anchors, one.rows, two.rows) == (0, 64, 128)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    head = 2 * 64 * 32 * target.vocab_size  # one product of all rows with the head
+    assert two.flops - one.flops > 2 * head  # values and gradients of one step more
+
+
+def test_what_is_kept_is_counted_once_and_only_while_it_lives():
+    x, weight = torch.ones(10, requires_grad=True), torch.ones(10, requires_grad=True)
+    kept = Kept([weight])
+    with kept:
+        y = x * weight
+        z = y.sin() + y.cos()
+    assert kept.now == kept.most == 10 * 4 * 2  # x and y; the weight is known
+    z.sum().backward()
+    del y, z
+    assert kept.now == 0
