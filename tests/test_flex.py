@@ -11,7 +11,7 @@ from dloop.errors import UserError
 from dloop.testing import fill, tiny_drafter, tiny_target
 from dloop.train.anchors import sample_anchors
 from dloop.train.batch import TrainBatch
-from dloop.train.flex import FlexStages, chosen
+from dloop.train.flex import FlexStages, check_flex
 from dloop.train.objective import ObjectiveSettings
 from dloop.train.objectives import objective_of
 from dloop.train.packed import PackedStages
@@ -90,13 +90,11 @@ def test_the_block_mask_is_the_dense_mask_and_holds_no_idle_block(width, num_anc
         assert ours.sparsity() > 50 and ours.full_kv_num_blocks.sum() > 10
 
 
-def test_flex_where_it_cannot_run_is_refused_and_auto_says_dense():
+def test_flex_where_it_cannot_run_is_refused():
     config = tiny_drafter(tiny_target()).config
     assert config.head_dim == 8
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert chosen("auto", config, cpu) == chosen("auto", config, gpu) == chosen("dense", config, gpu) == "dense"
-    wide = type(config)(**{**vars(config), "head_dim": 128})
-    assert chosen("auto", wide, gpu) == chosen("flex", wide, gpu) == "flex"
+    check_flex(type(config)(**{**vars(config), "head_dim": 128}), gpu)
     for device, words in ((cpu, "need a GPU"), (gpu, "the drafter's have 8")):
         with pytest.raises(UserError, match=words):
-            chosen("flex", config, device)
+            check_flex(config, device)

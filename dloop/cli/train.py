@@ -132,10 +132,9 @@ class Command(Common):
     )
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "arithmetic; master weights are float32", group="speed")
     device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one", group="speed")
-    attention: Literal["auto", "dense", "flex"] = option(
-        "auto",
-        "of a block drafter's packed stages: flex leaves out blocks of keys that no row sees, dense masks them; auto: "
-        "flex on a GPU, without --cuda-graphs",
+    attention: Literal["dense", "flex"] = option(
+        "dense",
+        "of a block drafter's packed stages: dense masks keys that no row sees, flex leaves out blocks of them (a GPU)",
         group="speed",
     )
     gradient_checkpointing: bool = option(

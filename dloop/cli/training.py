@@ -33,7 +33,7 @@ from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
 from dloop.train.cache import cache_features, features_of
 from dloop.train.checkpoint import Keeping, best, latest, resume, tau_of
-from dloop.train.flex import Attention, chosen
+from dloop.train.flex import Attention, check_flex
 from dloop.train.losses import DSparkWeights
 from dloop.train.objective import Objective, ObjectiveSettings
 from dloop.train.objectives import objective_of
@@ -221,14 +221,12 @@ def build_step(
 
 
 def attention_of(command: Command, config: HostConfig, device: torch.device) -> Attention:
-    """What packed stages attend with, told on standard error where there was a choice and it was left open."""
-    if not isinstance(config, BlockConfig):
-        return "dense"  # an unroll has no packed stages
-    asked = "dense" if command.cuda_graphs and command.attention == "auto" else command.attention
-    found = chosen(asked, config, device)
-    if command.attention == "auto" and device.type == "cuda":
-        print(f"dloop train: --attention {found}", file=sys.stderr)
-    return found
+    """What packed stages attend with; an unroll has none."""
+    if command.attention == "flex":
+        if not isinstance(config, BlockConfig):
+            raise UserError("--attention flex is for block drafters, whose stages are packed; leave it out")
+        check_flex(config, device)
+    return command.attention
 
 
 def begin(command: Command, model: HostModel, optimizer: Optimizer, fingerprint: str) -> int:

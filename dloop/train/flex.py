@@ -74,13 +74,12 @@ def ordered(blocks: Bool[Tensor, "B 1 q s"]) -> tuple[Int[Tensor, "B 1 q"], Int[
     return blocks.sum(-1, dtype=torch.int32), numbers.int()
 
 
-def chosen(asked: Literal["auto", "dense", "flex"], config: BlockConfig, device: torch.device) -> Attention:
-    """The attention of packed stages. Raises UserError if flex is asked for where its kernels do not run."""
+def check_flex(config: BlockConfig, device: torch.device) -> None:
+    """Raises UserError where the kernels of flex attention do not run."""
     reason = None
     if device.type != "cuda":
         reason = f"its kernels need a GPU, this run is on {device}"
     elif config.head_dim < 16 or config.head_dim & (config.head_dim - 1):
         reason = f"its kernels need heads of 16, 32, 64 ... dimensions, the drafter's have {config.head_dim}"
-    if reason and asked == "flex":
+    if reason:
         raise UserError(f"--attention flex: {reason}; use --attention dense")
-    return "dense" if reason or asked == "dense" else "flex"
