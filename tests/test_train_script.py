@@ -122,7 +122,7 @@ def test_every_flag_arrives():
 @pytest.mark.parametrize("backend", ["sdpa", "flex_attention", "eager"])
 def test_every_attention_backend_is_taken_and_told(backend, capsys):
     command = train_command([*NEEDED, "--attention-backend", backend])
-    assert command.attention == ("auto" if backend == "flex_attention" else "dense")
+    assert command.attention == "dense"
     assert capsys.readouterr().err.count("SDPA is used") == (backend == "eager")
 
 

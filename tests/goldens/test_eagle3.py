@@ -218,7 +218,7 @@ def test_training_features_and_teacher(training):
     assert_close(training.features.taps, expected["target_features"], "target features")
     logits = F.linear(training.features.last, training.objective.vocabulary.head)
     assert_close(logits, expected["target_logits"], "target logits")
-    assert_close(found.laws, expected["target_p"], "teacher")
+    assert_close(training.objective.law_of(found.states, found.head), expected["target_p"], "teacher")
     assert torch.equal(found.choice, expected["target_token_ids"])
     assert torch.equal(found.counted, expected["position_mask"].bool())
 
