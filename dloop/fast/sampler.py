@@ -38,6 +38,7 @@ class GraphedSampler(Sampler):
     def __init__(self, device: torch.device) -> None:
         self.graphs = Graphs(device, enabled=True)
         self._captured: dict[Key, Captured] = {}
+        self._q: Float[Tensor, "m V"] | None = None  # of all graphs: they run one after the other
 
     @torch.no_grad()
     def pick(self, logits: Float[Tensor, "n V"], sampling: Sampling, positions: list[int]) -> list[int]:
@@ -61,7 +62,9 @@ class GraphedSampler(Sampler):
 
         def capture() -> Captured:
             numbers: Int64[Tensor, "4 n"] = torch.zeros(4, len(logits), dtype=torch.int64, device=logits.device)
-            q = torch.empty(len(logits) - 1, logits.shape[1], device=logits.device)
+            if self._q is None:
+                self._q = torch.empty(MOST_ROWS - 1, logits.shape[1], device=logits.device)
+            q = self._q[: len(logits) - 1]
             graph, out = self.graphs.capture(lambda: rejected(logits, q, sampling, numbers))
             return Captured(graph, numbers, q, out)
 
