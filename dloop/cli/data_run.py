@@ -176,7 +176,7 @@ def earlier(command: Command, parts: Parts, known: dict[str, Json]) -> dict[str,
         )
     if where == parts.folder:
         return None
-    print(f"dloop data: {command.output} is finished", file=sys.stderr)
+    print(f"{command.output} is finished", file=sys.stderr)
     return before
 
 

@@ -31,6 +31,8 @@ COMMANDS = {
     "bench": Entry("dloop.cli.bench", "measure acceptance and speed on the paper's eight benchmarks"),
     "report": Entry("dloop.cli.report", "tell what was measured: tables, means, intervals, comparisons, a picture"),
     "latency": Entry("dloop.cli.latency", "time forwards, stages and rounds of a named shape against their floors"),
+    "trace": Entry("dloop.cli.trace", "put on record what a pair drafts from every position of its texts"),
+    "replay": Entry("dloop.cli.replay", "try gates on a trace, exactly and without a model; the oracles' bounds"),
     "check": Entry("dloop.cli.check", "certify that a pair is lossless, and tell arithmetic from faults"),
     "doctor": Entry("dloop.cli.doctor", "examine a pair: why are so few drafts accepted, and what to mend"),
     "chat": Entry("dloop.cli.chat", "talk with a target in the terminal"),
@@ -45,7 +47,8 @@ PARTS = {  # `dloop data PART ...`
         "prepare": Entry("dloop.cli.data_prepare", "any data set of conversations in one dialect"),
         "regenerate": Entry("dloop.cli.data_regenerate", "answers from servers that run the target"),
         "inspect": Entry("dloop.cli.data_inspect", "conversations as training sees them, the labels in colour"),
-    }
+    },
+    "trace": {"record": Entry("dloop.cli.trace_record", "write a trace")},
 }
 
 

@@ -34,7 +34,7 @@ class Costs:
     extend_ms: float = 0.0  # a round's verified rows, read by the drafter
     source: str = "given"
 
-    def verify(self, rows: Int64[np.ndarray, "*n"]) -> Float64[np.ndarray, "*n"]:
+    def verify(self, rows: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
         """One verification of so many rows. Raises UserError beyond the table."""
         if rows.size and (rows.max() > self.rows[-1] or rows.min() < self.rows[0]):
             raise UserError(
@@ -43,11 +43,11 @@ class Costs:
             )
         return np.interp(rows, self.rows, self.verify_ms)
 
-    def round_ms(self, stages: Int64[np.ndarray, "*n"], stage_len: int) -> Float64[np.ndarray, "*n"]:
+    def round_ms(self, stages: Int64[np.ndarray, " n"], stage_len: int) -> Float64[np.ndarray, " n"]:
         """Rounds of so many stages; one without any costs its verification and the reading."""
         return self.draft_ms(stages) + self.extend_ms + self.verify(1 + stages * stage_len)
 
-    def draft_ms(self, stages: Int64[np.ndarray, "*n"]) -> Float64[np.ndarray, "*n"]:
+    def draft_ms(self, stages: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
         """The drafting side of rounds of so many stages."""
         further = self.later_ms * np.maximum(stages - 1, 0)
         return np.where(stages > 0, self.first_ms, 0.0) + further + self.loop_ms * stages
@@ -55,7 +55,7 @@ class Costs:
     @property
     def plain_ms(self) -> float:
         """A token of plain decoding: one row."""
-        return float(self.verify(np.array(1)))
+        return float(self.verify(np.array([1]))[0])
 
 
 def given_costs(stage_ms: tuple[float, ...], verify_ms: tuple[float, ...], most_rows: int) -> Costs:
@@ -74,13 +74,16 @@ def given_costs(stage_ms: tuple[float, ...], verify_ms: tuple[float, ...], most_
     )
 
 
-def read_costs(path: Path, family: str, way: Way, context: int | None) -> Costs:
-    """The costs of one context in a file of `dloop latency`. Raises UserError where it lacks what is needed."""
+def read_costs(path: Path, family: str, way: Way, context: int | None, near: int) -> Costs:
+    """The costs of one context in a file of `dloop latency`: the one named, else the nearest to `near` tokens.
+
+    Raises UserError where the file lacks what is needed.
+    """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--costs {path} cannot be read ({error}); give a file of dloop latency --output") from error
-    entry = entry_at(entries, context, path)
+    entry = entry_at(entries, context, near, path)
     first, later = STAGES.get(family, BLOCK_STAGES)
     if family not in (*STAGES, *BLOCK_FAMILIES):
         raise UserError(f"--costs {path} has no stages of {family}; give --stage-ms and --verify-ms")
@@ -104,19 +107,15 @@ def read_costs(path: Path, family: str, way: Way, context: int | None) -> Costs:
         ) from error
 
 
-def entry_at(entries: object, context: int | None, path: Path) -> Mapping[str, dict[str, dict[str, float]]]:
-    """The object of one context; the only one if none is named."""
-    found = cast(list[dict[str, object]], entries if isinstance(entries, list) else [])
-    contexts = {entry["context"]: entry for entry in found if isinstance(entry, dict) and "context" in entry}
+def entry_at(entries: object, context: int | None, near: int, path: Path) -> Mapping[str, dict[str, dict[str, float]]]:
+    """The object of one context."""
+    found = cast(list[dict[str, dict[str, dict[str, float]]]], entries if isinstance(entries, list) else [])
+    contexts = {cast(int, each["context"]): each for each in found if isinstance(each, dict) and "context" in each}
     if not contexts:
         raise UserError(f"--costs {path} is no file of dloop latency; give one that it wrote without --replay")
-    if context is None and len(contexts) > 1:
-        context = cast(int, min(contexts, key=lambda each: cast(int, each)))
     if context is not None and context not in contexts:
         raise UserError(f"--cost-context {context} is not in {path}; it has {', '.join(map(str, contexts))}")
-    return cast(
-        Mapping[str, dict[str, dict[str, float]]], contexts[next(iter(contexts)) if context is None else context]
-    )
+    return contexts[min(contexts, key=lambda each: abs(each - near)) if context is None else context]
 
 
 def number(row: Mapping[str, object], way: Way) -> float:

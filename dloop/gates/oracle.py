@@ -1,7 +1,6 @@
 """What the best gates there could be would draft, knowing the text: the paper's oracle, and the hindsight optimum."""
 
 import numpy as np
-from jaxtyping import Float64, Int64
 
 from dloop.gates.costs import Costs
 from dloop.gates.trace import Text
@@ -22,15 +21,15 @@ def hindsight_depths(text: Text, costs: Costs, stage_len: int, max_stages: int) 
     Dynamic programming from the end of the text: V(i) = min over s of T(s) + V(i + N(i, s)), with N = accepted + 1.
     At least one stage is drafted wherever one can be: decoding does so before any gate is asked.
     """
-    n = len(text)
-    choices = np.arange(max_stages + 1, dtype=np.int64)
-    nexts = np.minimum(np.arange(n)[:, None] + accepted_at(text, choices[None].repeat(n, 0), stage_len) + 1, n)
-    round_ms = costs.round_ms(choices[: most_stages(text, max_stages) + 1], stage_len)
+    n, most = len(text), most_stages(text, max_stages)
+    counts = [accepted_at(text, np.full(n, s, np.int64), stage_len) for s in range(most + 1)]
+    nexts = np.minimum(np.arange(n)[:, None] + np.stack(counts, 1) + 1, n)
+    round_ms = costs.round_ms(np.arange(most + 1), stage_len)
     depths, left_ms = np.zeros(n, np.int64), np.zeros(n + 1)
     for i in range(n - 1, -1, -1):
-        most = min(int(text.stages[i]), max_stages)
-        least = min(1, most)
-        total = round_ms[least : most + 1] + left_ms[nexts[i, least : most + 1]]
+        top = min(int(text.stages[i]), most)
+        least = min(1, top)
+        total = round_ms[least : top + 1] + left_ms[nexts[i, least : top + 1]]
         depths[i] = least + int(total.argmin())
         left_ms[i] = total.min()
     return depths
@@ -39,13 +38,3 @@ def hindsight_depths(text: Text, costs: Costs, stage_len: int, max_stages: int) 
 def most_stages(text: Text, max_stages: int) -> int:
     """The deepest draft of any start."""
     return int(min(max_stages, text.stages.max(initial=0)))
-
-
-def left_ms(text: Text, depths: Depths, costs: Costs, stage_len: int) -> Float64[np.ndarray, " n+1"]:
-    """Milliseconds from every start to the end of the text under a rule; 0 at the end."""
-    n = len(text)
-    nexts: Int64[np.ndarray, " n"] = np.minimum(np.arange(n) + accepted_at(text, depths, stage_len) + 1, n)
-    ms, found = costs.round_ms(depths, stage_len), np.zeros(n + 1)
-    for i in range(n - 1, -1, -1):
-        found[i] = ms[i] + found[nexts[i]]
-    return found

@@ -105,8 +105,8 @@ class Priced:
 
 def priced(round: Round, costs: Costs, stage_len: int) -> Round:
     """A round with the seconds that the costs give it."""
-    stages = np.array(round.stages)
-    draft_ms, whole_ms = float(costs.draft_ms(stages)), float(costs.round_ms(stages, stage_len))
+    stages = np.array([round.stages])
+    draft_ms, whole_ms = float(costs.draft_ms(stages)[0]), float(costs.round_ms(stages, stage_len)[0])
     return replace(round, draft_s=draft_ms / 1000, verify_s=(whole_ms - draft_ms) / 1000)
 
 

@@ -61,10 +61,9 @@ def capped(text: Text, depths: Depths, max_stages: int) -> Depths:
     return np.minimum(depths, np.minimum(text.stages, max_stages))
 
 
-def accepted_at(text: Text, depths: Int64[np.ndarray, "n *S"], stage_len: int) -> Int64[np.ndarray, "n *S"]:
-    """The judge's count of rounds that draft so many stages, one row a start."""
-    whole = text.accepted.reshape(-1, *[1] * (depths.ndim - 1))
-    return np.minimum(whole, depths * stage_len)
+def accepted_at(text: Text, depths: Depths, stage_len: int) -> Int64[np.ndarray, " n"]:
+    """The judge's count of rounds that draft so many stages."""
+    return np.minimum(text.accepted, depths * stage_len)
 
 
 def walk(text: Text, depths: Depths, stage_len: int) -> Walk:
