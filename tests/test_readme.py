@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dloop.cli.args import parse
-from dloop.cli.main import COMMANDS
+from dloop.cli.main import COMMANDS, PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -60,7 +60,9 @@ def test_every_command_is_shown():
 
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
 def test_command_lines_parse(words):
-    parse(import_module(COMMANDS[words[1]].module).Command, f"dloop {words[1]}", words[2:])
+    part = PARTS.get(words[1], {}).get(words[2] if len(words) > 2 else "")
+    found, rest = (COMMANDS[words[1]], words[2:]) if part is None else (part, words[3:])
+    parse(import_module(found.module).Command, f"dloop {words[1]}", rest)
 
 
 @pytest.mark.parametrize("name", re.findall(r"\]\(([\w/.-]+)\)", README))

@@ -13,8 +13,8 @@ from dloop.bench.latency.show import table_of
 from dloop.bench.measure import interval
 from dloop.bench.reporting import save
 from dloop.bench.table import figure
-from dloop.cli.replay import Command
 from dloop.cli.data_run import record_of
+from dloop.cli.replay import Command
 from dloop.errors import UserError
 from dloop.gate import NEVER_OPENS, FixedGate
 from dloop.gates.costs import Costs, given_costs, read_costs

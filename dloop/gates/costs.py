@@ -15,9 +15,11 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from dloop.errors import UserError
+from dloop.records import Json
 
 Way = Literal["fast", "twin"]
 STAGES = {"eagle3": ("eagle3_chain", "eagle3_later")}  # where a latency file has a family's stages
+Times = dict[str, dict[str, Json]]
 BLOCK_STAGES = ("first", "later")
 BLOCK_FAMILIES = ("dflash", "dspark", "domino")
 
@@ -88,15 +90,15 @@ def read_costs(path: Path, family: str, way: Way, context: int | None, near: int
     if family not in (*STAGES, *BLOCK_FAMILIES):
         raise UserError(f"--costs {path} has no stages of {family}; give --stage-ms and --verify-ms")
     try:
-        rows = {int(count): number(row, way) for count, row in entry["rows"].items()}
-        stages = entry["stage_ms"]
+        rows = {int(count): number(row, way) for count, row in cast(Times, entry["rows"]).items()}
+        stages = cast(Times, entry["stage_ms"])
         counts = sorted(rows)
         return Costs(
             first_ms=number(stages[first], way),
             later_ms=number(stages[later], way),
             rows=tuple(counts),
             verify_ms=tuple(rows[count] for count in counts),
-            loop_ms=float(stages["host"]["loop_ms"]),
+            loop_ms=number(stages["host"], "loop"),
             extend_ms=number(stages["extend"], way) if family in BLOCK_FAMILIES else 0.0,  # EAGLE-3 reads in its stage
             source=f"{path.name}: {entry['shape']} after {entry['context']} tokens on {entry['gpu']}, {way}",
         )
@@ -107,10 +109,10 @@ def read_costs(path: Path, family: str, way: Way, context: int | None, near: int
         ) from error
 
 
-def entry_at(entries: object, context: int | None, near: int, path: Path) -> Mapping[str, dict[str, dict[str, float]]]:
+def entry_at(entries: object, context: int | None, near: int, path: Path) -> dict[str, Json]:
     """The object of one context."""
-    found = cast(list[dict[str, dict[str, dict[str, float]]]], entries if isinstance(entries, list) else [])
-    contexts = {cast(int, each["context"]): each for each in found if isinstance(each, dict) and "context" in each}
+    found = cast(list[dict[str, Json]], entries if isinstance(entries, list) else [])
+    contexts = {cast(int, each["context"]): each for each in found if "context" in each}
     if not contexts:
         raise UserError(f"--costs {path} is no file of dloop latency; give one that it wrote without --replay")
     if context is not None and context not in contexts:
@@ -118,7 +120,7 @@ def entry_at(entries: object, context: int | None, near: int, path: Path) -> Map
     return contexts[min(contexts, key=lambda each: abs(each - near)) if context is None else context]
 
 
-def number(row: Mapping[str, object], way: Way) -> float:
+def number(row: Mapping[str, Json], way: Way | Literal["loop"]) -> float:
     """One way's milliseconds. Raises ValueError where it was not measured."""
     value = row[f"{way}_ms"]
     if not isinstance(value, int | float):
