@@ -315,13 +315,12 @@ def test_the_paper_s_oracle_goes_on_while_all_is_right(seed):
         assert depth == expected
 
 
-def test_no_gate_beats_the_optimum_and_free_stages_make_it_the_paper_s(case):
+def test_no_gate_beats_the_optimum(case):
     text, k = case.text, case.k
     best = walk(text, hindsight_depths(text, COSTS, k, STAGES), k).ms(COSTS)
     paper = walk(text, paper_depths(text, k, STAGES), k)
     others = [walk(text, gate_depths(text, *setting), k).ms(COSTS) for setting in case.gates().values()]
     assert best <= min(*others, paper.ms(COSTS)) + 1e-9
-    assert len(paper.start) <= min(len(walk(text, gate_depths(text, *s), k).start) for s in case.gates().values())
 
 
 def test_costs_add_up():

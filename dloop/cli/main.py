@@ -42,7 +42,7 @@ COMMANDS = {
 }
 
 
-PARTS = {  # `dloop data PART ...`
+PARTS = {  # `dloop COMMAND PART ...`
     "data": {
         "prepare": Entry("dloop.cli.data_prepare", "any data set of conversations in one dialect"),
         "regenerate": Entry("dloop.cli.data_regenerate", "answers from servers that run the target"),
