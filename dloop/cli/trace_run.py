@@ -32,8 +32,10 @@ from dloop.settings import Settings
 from dloop.targets.hf import HFTarget
 from dloop.types import Round
 
-SHARED = ("dtype", "device", "engine", "revision", "prompts", "output", "chat_template", "max_prompt_tokens")
-SHARED += ("max_samples", "max_new_tokens", "temperature", "seed", "resume")  # flags of dloop data, with its meaning
+SHARED = (  # flags of dloop data, with its meaning
+    *("dtype", "device", "engine", "revision", "prompts", "output", "chat_template", "max_prompt_tokens"),
+    *("max_samples", "max_new_tokens", "temperature", "seed", "resume"),
+)
 
 
 def record(command: Command, drafter_name: str) -> int:
@@ -70,14 +72,15 @@ def with_drafter(known: dict[str, Json], command: Command, drafter: HostDrafter)
     mine = {name: getattr(command, name) for name in names}
     mine |= {"gap_rows": drafter.config.gap_rows, "draft_rope_theta": theta}
     draft = checkpoint.sha256(drafter.folder) if drafter.folder else None
-    return known | {
+    added: dict[str, Json] = {
         "source": "trace",
         "draft": drafter.name,
         "draft_revision": command.draft_revision,
         "family": drafter.family,
         "setting": setting | {name: plain(value) for name, value in mine.items()},
-        "checkpoint_sha256": sha256 | {"draft": draft},
+        "checkpoint_sha256": {**sha256, "draft": draft},
     }
+    return known | added
 
 
 def trace_all(command: Command, target: HFTarget, drafter: HostDrafter, prompts: Sequence[Prompt]) -> None:

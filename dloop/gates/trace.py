@@ -86,7 +86,7 @@ def save(path: Path, trace: Trace) -> None:
         **{name: np.concatenate([getattr(text, name) for text in texts]) for name in PER_START},
     }
     with whole(path) as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
 
 
 def load(path: Path) -> Trace:
