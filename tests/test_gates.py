@@ -26,9 +26,10 @@ from dloop.settings import Settings
 from dloop.testing import gather, good_drafter, taught_drafter, tiny_target
 from dloop.types import Draft, Round, Sampling
 
-LENGTH, STAGES, K = 40, 4, 3
+LENGTH, STAGES, K = 26, 4, 3
 PROMPT = [5, 9, 3, 11, 7]
 FAMILIES = ["good", "dflash", "dspark", "domino", "eagle3"]  # good: mostly right, and sure
+STEPS = {"dflash": 50, "domino": 50}  # these learn more slowly
 COSTS = Costs(first_ms=1.0, later_ms=0.8, rows=(1, 8, 64), verify_ms=(3.0, 3.3, 4.0), loop_ms=0.02, extend_ms=0.2)
 ROUNDS = ("start", "stages", "accepted", "emitted")
 
@@ -95,7 +96,7 @@ def case_of(family: str) -> Case:
     if family == "good":
         drafter = good_drafter(target, texts, stage_len=K)
     else:
-        drafter = taught_drafter(target, texts, family=family, stage_len=K, steps=30)
+        drafter = taught_drafter(target, texts, family=family, stage_len=K, steps=STEPS.get(family, 20))
     return Case(target, drafter, settings, traced(target, drafter, settings))
 
 

@@ -16,7 +16,7 @@ from dloop.bench.table import figure
 from dloop.cli.data_run import record_of
 from dloop.cli.replay import Command
 from dloop.errors import UserError
-from dloop.gate import NEVER_OPENS, FixedGate
+from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate
 from dloop.gates.costs import Costs, given_costs, read_costs
 from dloop.gates.oracle import hindsight_depths, paper_depths
 from dloop.gates.trace import Trace, load
@@ -92,7 +92,8 @@ def rows_of(command: Command, trace: Trace, costs: Costs | None, most: int) -> l
     gates = {HOST: FixedGate(NEVER_OPENS)}
     for over in command.gate_sum:
         for threshold in command.loop_gate:
-            if threshold <= 0:  # above, the gate never opens: the host
+            same = threshold > 0 or (threshold == ALWAYS_OPEN and over != command.gate_sum[0])  # never, always opens
+            if not same:
                 gates[f"fixed:{threshold:g}" + (",all" if over == "all" else "")] = FixedGate(threshold, over)
     rows: list[Row] = []
     for name, gate in gates.items():
