@@ -364,7 +364,16 @@ def test_costs_are_given_or_read_from_the_published_file():
         read_costs(path, "mtp", "fast", None, 0)
 
 
-@pytest.mark.parametrize("text", ["nothing", "{}", '[{"context": 1024, "rows": {}}]', '[{"context": 1, "rows": 3}]'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nothing",
+        "{}",
+        '[{"context": 1, "rows": {}, "stage_ms": {}}]',
+        '[{"context": 1024, "rows": {}}]',
+        '[{"context": 1, "rows": 3}]',
+    ],
+)
 def test_files_without_costs_are_refused(tmp_path, text):
     path = tmp_path / "latency.json"
     path.write_text(text)

@@ -138,7 +138,9 @@ def test_a_table_and_a_picture(folder, capsys, tmp_path):
     out = " ".join(capsys.readouterr().out.split())
     assert "oracle:hindsight" in out and "latency-qwen3-4b.json: qwen3-4b after 1024 tokens" in out
     made = json.loads((tmp_path / "out.json").read_text())
-    assert made["costs"]["source"].endswith("fast") and (tmp_path / "out.png").stat().st_size > 10_000
+    assert (
+        made["costs"]["source"].endswith("fast, stages of 7 tokens") and (tmp_path / "out.png").stat().st_size > 10_000
+    )
 
 
 @pytest.mark.parametrize(

@@ -86,17 +86,22 @@ def costs_of(command: Command, trace: Trace, most: int) -> Costs | None:
     return read_costs(command.costs, ground.family, command.cost_engine, command.cost_context, near)
 
 
-def rows_of(command: Command, trace: Trace, costs: Costs | None, most: int) -> list[Row]:
-    """Every gate: the host, the fixed ones, the oracles."""
-    k, texts = trace.ground.stage_len, trace.texts
+def gates_of(command: Command) -> dict[str, FixedGate]:
+    """The host, and every threshold under every sum; what never or always opens is there once, whatever is summed."""
     gates = {HOST: FixedGate(NEVER_OPENS)}
     for over in command.gate_sum:
         for threshold in command.loop_gate:
-            same = threshold > 0 or (threshold == ALWAYS_OPEN and over != command.gate_sum[0])  # never, always opens
-            if not same:
-                gates[f"fixed:{threshold:g}" + (",all" if over == "all" else "")] = FixedGate(threshold, over)
+            known = threshold > 0 or (threshold == ALWAYS_OPEN and over != command.gate_sum[0])
+            if not known:
+                gates[f"fixed:{threshold:.12g}" + (",all" if over == "all" else "")] = FixedGate(threshold, over)
+    return gates
+
+
+def rows_of(command: Command, trace: Trace, costs: Costs | None, most: int) -> list[Row]:
+    """Every gate: the host, the fixed ones, the oracles."""
+    k, texts = trace.ground.stage_len, trace.texts
     rows: list[Row] = []
-    for name, gate in gates.items():
+    for name, gate in gates_of(command).items():
         walks = [walk(text, gate_depths(text, gate, most), k) for text in texts]
         rows.append(Row(name, gate, walks, figures(walks, costs)))
     depths = {PAPER: [paper_depths(text, k, most) for text in texts]}

@@ -92,15 +92,18 @@ def read_costs(path: Path, family: str, way: Way, context: int | None, near: int
     try:
         rows = {int(count): number(row, way) for count, row in cast(Times, entry["rows"]).items()}
         stages = cast(Times, entry["stage_ms"])
-        counts = sorted(rows)
+        if not rows:
+            raise ValueError("no rows")
+        counts, is_block = sorted(rows), family in BLOCK_FAMILIES
+        drafts = f", stages of {cast(Times, entry)['drafter']['stage_len']} tokens" if is_block else ""
         return Costs(
             first_ms=number(stages[first], way),
             later_ms=number(stages[later], way),
             rows=tuple(counts),
             verify_ms=tuple(rows[count] for count in counts),
             loop_ms=number(stages["host"], "loop"),
-            extend_ms=number(stages["extend"], way) if family in BLOCK_FAMILIES else 0.0,  # EAGLE-3 reads in its stage
-            source=f"{path.name}: {entry['shape']} after {entry['context']} tokens on {entry['gpu']}, {way}",
+            extend_ms=number(stages["extend"], way) if is_block else 0.0,  # EAGLE-3 reads in its stage
+            source=f"{path.name}: {entry['shape']} after {entry['context']} tokens on {entry['gpu']}, {way}{drafts}",
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
