@@ -253,11 +253,24 @@ def start(
 
 
 def check_request(target: HFTarget, drafter: HostDrafter | None, settings: Settings) -> None:
-    """Raises UserError for settings that these models cannot honour."""
+    """Raises UserError for what is no model, and for settings that these models cannot honour."""
+    check_kinds(target, drafter, settings)
     check_types(settings)
     refuse_unsupported(settings, target, drafter)
     if drafter is not None:
         check_pair(drafter.config, target, drafter.name)  # loaded for one target, handed another
+
+
+def check_kinds(target: object, drafter: object, settings: object) -> None:
+    """Raises UserError where a name stands for what must be loaded."""
+    if not isinstance(target, HFTarget):
+        raise UserError(f"target={target!r:.60} must be a target that is loaded; give load_target(...)")
+    if not isinstance(drafter, HostDrafter | None):
+        raise UserError(
+            f"drafter={drafter!r:.60} must be a drafter that is loaded, or None; give load_drafter(..., target)"
+        )
+    if not isinstance(settings, Settings):
+        raise UserError(f"settings={settings!r:.60} must be Settings(...)")
 
 
 def gate_of(settings: Settings) -> Gate:

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from dataclasses import fields, replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import dloop
+from dloop.api import check_kinds
 from dloop.batch import generate_many
 from dloop.errors import UserError
 from dloop.settings import Settings
@@ -324,3 +326,16 @@ def test_a_drafter_for_another_target_is_refused(drafter):
         dloop.generate(tiny_target("qwen3", num_layers=6), drafter, PROMPT, 4)
     with pytest.raises(UserError, match="vocabulary"):
         dloop.generate(tiny_target("qwen3", vocab_size=50), drafter, PROMPT, 4)
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "settings", "message"),
+    [
+        ("smollm2", None, Settings(), "target='smollm2' must be a target that is loaded"),
+        (tiny_target(), "demo", Settings(), "drafter='demo' must be a drafter that is loaded"),
+        (tiny_target(), None, {"max_new_tokens": 3}, "settings={'max_new_tokens': 3} must be Settings"),
+    ],
+)
+def test_a_name_is_no_model(target, drafter, settings, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_kinds(target, drafter, settings)

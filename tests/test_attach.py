@@ -795,3 +795,13 @@ def test_memory_is_free_when_generate_returns_or_is_stopped(target, monkeypatch)
             assert call(target.model, dict).tolist() == [PROMPT + TEXT]
     finally:
         gc.enable()
+
+
+def test_a_model_whose_vocabulary_has_grown_is_decoded_plainly():
+    target = tiny_target("llama_tied")
+    model = target.model
+    model.generation_config.eos_token_id = None
+    dloop.attach(model, tiny_drafter(target), loop_gate=-0.5)
+    model.resize_token_embeddings(101)
+    assert model.generate(torch.tensor([[5, 9, 11]]), max_new_tokens=8, do_sample=False).shape == (1, 11)
+    assert "vocabulary has become 101 words" in type(model).attachment.last.reason

@@ -426,6 +426,7 @@ def test_settings_beside_one_another_are_what_they_are_alone(tiny, measured, tmp
             "--beside 'dtype=bfloat16' changes dtype, which all settings share",
         ),
         (["max-samples=3"], "--beside 'max-samples=3' changes max-samples, which all settings share"),
+        (["baseline", "baseline temperature=0.5"], "--beside 'baseline temperature=0.5' is a setting that is measured"),
         (["looped-gate=1"], "--looped-gate is not a flag of dloop bench --beside; did you mean --loop-gate"),
         (["loop-gate=x"], "--loop-gate: got 'x', expected NUMBER"),
         (["draft-model='"], """--beside "draft-model='" cannot be read (No closing quotation)"""),
@@ -434,6 +435,32 @@ def test_settings_beside_one_another_are_what_they_are_alone(tiny, measured, tmp
 def test_what_cannot_stand_beside_is_refused(tiny, tmp_path, capsys, beside, message):
     assert entry(tiny.words(tmp_path, "--loop-gate", "-2", "--beside", *beside)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_refused_run_leaves_everything_as_it_was(tiny, measured, tmp_path, capsys):
+    for path in measured.rglob("*"):
+        if path.is_file():
+            copy = tmp_path / path.relative_to(measured)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    before = sorted(tmp_path.rglob("*"))
+    fewer = ["--max-samples", "2", "--loop-gate", "-2", "--beside", "loop-gate=-3", "baseline"]
+    assert entry(tiny.words(tmp_path, *fewer)) == 2
+    assert "samples that this run leaves out" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert entry(["report", "--results", str(tmp_path)]) == 0
+
+
+def test_two_settings_never_share_a_folder(tiny, tmp_path, capsys):
+    for name in ("a b", "a-b"):
+        (tmp_path / name).symlink_to(tiny.drafter)
+    out = tmp_path / "out"
+    words = ["--max-samples", "1", "--max-stages", "3", "--draft-model", str(tmp_path / "a b")]
+    words += ["--beside", f"draft-model={tmp_path / 'a-b'}", "--overwrite"]
+    assert entry([*tiny.plain_words(out), *words]) == 2
+    assert "two settings would be written to" in capsys.readouterr().err and not out.exists()
+    assert entry(tiny.words(out, "--beside", f"draft-model={tiny.drafter}/")) == 2
+    assert "is a setting that is measured already" in capsys.readouterr().err
 
 
 def test_plain_decoding_may_have_a_drafter_beside_it(tiny, tmp_path):

@@ -675,6 +675,15 @@ def test_the_command_trains_and_keeps_the_vocabulary_map(home, target, capsys):
     assert set(lengths) == {3, 8}
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_is_logged_is_a_mean_over_all_parts_of_a_step(home, capsys, parts):
+    """An unroll no longer than the host's stage has no other loss than the host's, however a step is cut."""
+    words = command(home, "--draft-init-path", str(home / "drafter"), "--max-steps", "2", "--ttt-length-dist", "1")
+    assert entry(["train", *words, "--accumulation-steps", str(parts), "--json"]) == 0
+    for record in json.loads(capsys.readouterr().out)["records"]:
+        assert record["host_ce"] == pytest.approx(record["loss"], rel=1e-4) and record["loop_ce"] == 0
+
+
 def test_a_resumed_run_repeats_the_losses(home, capsys):
     start = ["--draft-init-path", str(home / "drafter"), "--ttt-length-dist", "2,5"]
     logs = []

@@ -350,6 +350,16 @@ def test_lines_that_cannot_be_read_on_the_fly_are_counted_or_weigh_nothing(tmp_p
         replace(data, vocab_size=9).sample(0)
 
 
+@pytest.mark.parametrize("length", [5, 90])
+def test_conversations_without_a_label_are_told_on_the_fly(folders, tmp_path, capsys, caplog, length):
+    long = {"messages": [{"role": "user", "content": "?" * 200}, {"role": "assistant", "content": "yes"}]}
+    write(tmp_path / "c.jsonl", {"messages": ONE}, long)
+    words = command(folders, tmp_path / "out", tmp_path / "c.jsonl", "--on-the-fly-loader", "--max-length", str(length))
+    assert entry([*words, "--max-steps", "1", "--batch-size", "2"]) == (2 if length == 5 else 0)
+    told = capsys.readouterr().err + caplog.text
+    assert ("none of the first 2 samples has a label" if length == 5 else "1 of the first 2 conversations have") in told
+
+
 def test_a_run_on_the_fly_resumes_exactly_and_refuses_another_file(folders, tmp_path, capsys):
     path = tmp_path / "c.jsonl"
     path.write_bytes((folders / "c.jsonl").read_bytes())

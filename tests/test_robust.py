@@ -22,6 +22,7 @@ import dloop.checkpoint
 from dloop.cli.main import entry
 from dloop.records import acceptance_length
 from dloop.testing import good_drafter, tiny_drafter, tiny_target
+from dloop.train import step as train_step
 from dloop.train.acceptance import measure
 from dloop.train.alarms import STEPS, Frozen, shift_of_labels
 from dloop.train.batch import TokenFile, samples_of_batch
@@ -171,6 +172,24 @@ def test_a_loss_that_is_not_finite_names_step_and_samples(folders, capsys, monke
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"at step 5, whose batch are the samples {', '.join(map(str, chosen))}" in line
     assert latest(folders / "out").name.endswith("step_4")
+
+
+@pytest.mark.parametrize("fault", ["summary", "total_of"])
+def test_a_step_that_ends_half_way_is_not_saved_as_the_one_before(folders, capsys, monkeypatch, fault):
+    """`summary` comes after the weights have moved on, `total_of` first before they do: only that step is a step."""
+    count, inner = [0], getattr(train_step, fault)
+    calls = 4 if fault == "summary" else 7  # once before and once after each optimiser's step
+
+    def breaking(*given):
+        count[0] += 1
+        if count[0] == calls:
+            raise RuntimeError("another process is gone")
+        return inner(*given)
+
+    monkeypatch.setattr(train_step, fault, breaking)
+    assert entry(long_command(folders, "out")) == 1
+    assert "another process is gone" in capsys.readouterr().err
+    assert latest(folders / "out").name.endswith("step_2" if fault == "summary" else "step_3")
 
 
 def test_tensors_without_a_gradient_are_named_once(pair):

@@ -126,10 +126,8 @@ def measure_set(runs: Sequence[Run], data: DataSet) -> list[dict[str, Json]]:
     """
     ranks, order = runs[0].ranks, [sample.index for sample in data.samples]
     measured = [(run, Store(folder_of(run, data.name))) for run in runs]
-    for run, store in measured:
-        if ranks.leads:
-            known = known_of(run, data)
-            store.prepare({key: known[key] for key in IDENTITY}, order, overwrite=run.command.overwrite)
+    if ranks.leads:
+        prepare(measured, data, order)
     ranks.wait()
     decode_all(measured, data)
     ranks.wait()
@@ -137,6 +135,25 @@ def measure_set(runs: Sequence[Run], data: DataSet) -> list[dict[str, Json]]:
         return []
     measured.sort(key=lambda pair: pair[0].decoder.drafter is not None)  # others are measured against the baseline
     return [summed_up(run, data, store) for run, store in measured]
+
+
+def prepare(measured: Sequence[tuple[Run, Store]], data: DataSet, order: Sequence[int]) -> None:
+    """Make all folders ready, or none: a refusal leaves everything as it was. Raises UserError."""
+    folders = [store.folder for _, store in measured]
+    if twice := [str(folder) for number, folder in enumerate(folders) if folder in folders[:number]]:
+        raise UserError(
+            f"two settings would be written to {twice[0]}; leave one out, or measure it to another --output-dir"
+        )
+    identities: list[dict[str, Json]] = []
+    for run, store in measured:
+        known = known_of(run, data)
+        identities.append({key: known[key] for key in IDENTITY})
+        if not run.command.overwrite:
+            store.check(identities[-1], order)
+    for (run, store), identity in zip(measured, identities, strict=True):
+        if run.command.overwrite:
+            store.clear()
+        store.prepare(identity)
 
 
 def known_of(run: Run, data: DataSet) -> dict[str, Json]:

@@ -43,23 +43,21 @@ class Store:
     def parts(self) -> Path:
         return self.folder / "parts"
 
-    def prepare(self, identity: Mapping[str, object], samples: Sequence[int], *, overwrite: bool) -> None:
-        """Make the folder ready for all ranks; called by one of them before any other goes on.
-
-        Raises UserError where it holds a run with another identity or of more samples.
-        """
-        if overwrite:
-            self.clear()
+    def check(self, identity: Mapping[str, object], samples: Sequence[int]) -> None:
+        """Change nothing. Raises UserError where the folder holds a run with another identity or of more samples."""
         before = self._identity()
         different = differences(before, identity) if before is not None else []
         ways = "add --overwrite, or choose another --output-dir"
         if different:
             raise UserError(f"{self.folder} holds a run with another {', '.join(different)}; {ways}")
+        if more := self.recorded().keys() - set(samples):
+            raise UserError(f"{self.folder} holds {len(more)} samples that this run leaves out; {ways}")
+
+    def prepare(self, identity: Mapping[str, object]) -> None:
+        """Make the folder ready for all ranks; called by one of them before any other goes on."""
         self.parts.mkdir(parents=True, exist_ok=True)
         for part in self.parts.glob("*.jsonl"):
             os.truncate(part, read_samples(part.read_bytes()).good_bytes)
-        if more := self.recorded().keys() - set(samples):
-            raise UserError(f"{self.folder} holds {len(more)} samples that this run leaves out; {ways}")
         write(self.parts / "run.json", dumps(identity))
 
     def clear(self) -> None:

@@ -9,7 +9,7 @@ from typing import Literal, cast
 from dloop.bench.tasks import TASKS, names_of
 from dloop.cli import generate
 from dloop.cli.args import given, option, required
-from dloop.cli.generate import LOOP_ONLY, SAMPLING, Decoding, drafter_name
+from dloop.cli.generate import LOOP_ONLY, OWN_DRAFTER, SAMPLING, Decoding, drafter_name
 from dloop.errors import UserError
 
 DATA = "data"
@@ -59,13 +59,20 @@ def run(command: Command) -> int | None:
 def others(command: Command) -> list[Command]:
     """The settings beside a command: each is the command with some flags changed."""
     found = [changed(command, words) for words in command.beside]
-    names = [(each.baseline, each.draft_model, setting_name(each)) for each in (command, *found)]
+    names = [folder_name(each) for each in (command, *found)]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise UserError(
                 f"--beside {command.beside[index - 1]!r} is a setting that is measured already; leave it out"
             )
     return found
+
+
+def folder_name(command: Command) -> tuple[str, str]:
+    """What its results' folder is named by, as far as it is known before anything is loaded."""
+    if command.baseline:
+        return "baseline", ""
+    return (command.draft_model or OWN_DRAFTER).rstrip("/"), setting_name(command)
 
 
 def changed(command: Command, words: str) -> Command:

@@ -13,7 +13,7 @@ from dloop.cli.args import Common, option, required
 from dloop.errors import UserError
 
 PROMPT, LOOP, SAMPLING, TREES, MODELS = "prompt (one of these)", "loop", "sampling and end", "other families", "models"
-OFFLINE = "smollm2"
+OFFLINE, OWN_DRAFTER = "smollm2", "demo"
 DEFAULT_PROMPT = "Write a Python function that checks whether a word is a palindrome."
 LOOP_ONLY = ("draft_model", "draft_revision", "loop_gate", "gate_sum", "max_stages", "gap_rows", "draft_rope_theta")
 
@@ -137,7 +137,7 @@ def drafter_name(command: Decoding, prog: str = "dloop generate") -> str | None:
             f"--model {command.model} needs --draft-model, a drafter trained for it, or --baseline for plain decoding"
         )
     print(f"{prog}: without --draft-model, smollm2 takes its own: --draft-model demo", file=sys.stderr)
-    return "demo"
+    return OWN_DRAFTER
 
 
 def read_prompt(command: Command) -> Prompt:

@@ -29,6 +29,7 @@ from dloop.train.cache import features_of
 from dloop.train.objective import Objective
 
 AT_ONCE = 16  # texts that the target writes together
+PROBED = 64  # samples that are read before the first step
 logger = logging.getLogger("dloop")
 
 
@@ -106,8 +107,15 @@ def raise_alarms(command: Command, target: HFTarget, data: TokenFile, objective:
             f"{len(empty)} of {len(data)} samples have no label within --max-length {command.max_length}, such as "
             f"{shown} (from 0): a step of them alone learns nothing"
         )
-    first = max(range(min(len(data), 64)), key=lambda index: int(data.sample(index).labels.sum()))
-    batch = data.collate(np.array([first])).to(target.device)
+    labels = [int(data.sample(index).labels.sum()) for index in range(min(len(data), PROBED))]
+    if not any(labels):
+        raise UserError(
+            f"{command.train_data_path}: none of the first {len(labels)} samples has a label within --max-length "
+            f"{command.max_length}; raise it, or look at the data with dloop data inspect"
+        )
+    if data.labels is not None and 0 in labels:
+        logger.warning(f"{labels.count(0)} of the first {len(labels)} conversations have no label and weigh nothing")
+    batch = data.collate(np.array([int(np.argmax(labels))])).to(target.device)
     taps = objective.model.config.target_layer_ids
     features = features_of(target, taps, batch, last=objective.reads_teacher)
     shift = shift_of_labels(objective, batch, features)

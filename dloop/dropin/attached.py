@@ -100,6 +100,8 @@ class Attachment:
         weight = next(self.pair.drafter.model.parameters())
         if (weight.dtype, weight.device) != (self.model.dtype, self.model.device):
             yield f"the model has become {self.model.dtype} on {self.model.device}; attach a drafter loaded for it"
+        if (words := self.pair.target.vocab_size) != self.pair.drafter.config.vocab_size:
+            yield f"the model's vocabulary has become {words} words; attach a drafter trained for it"
         yield from changes(self.pair.target, self.original)
         yield from reasons(call, self.pair.target.context)
 

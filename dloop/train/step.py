@@ -32,6 +32,7 @@ class Step:
         self.objective = objective
         self.features = features
         self.optimizer = optimizer
+        self.torn = False  # weights have moved on, but the step has not ended
 
     def __call__(self, parts: list[TrainBatch], depth: int) -> Float[Tensor, " c"]:
         self.optimizer.clear()
@@ -46,8 +47,10 @@ class Step:
             loss.total.backward()
             losses.append(loss)
         add_gradients(self.optimizer.parameters)
+        self.torn = True
         norm = self.optimizer.step()
         values = summary(losses)
+        self.torn = False
         return torch.cat([values[:1], norm.detach()[None], values[1:]])
 
     def loss(self, batch: TrainBatch, depth: int, anchors: Anchors, totals: TotalWeights) -> Loss:
@@ -69,6 +72,11 @@ class GraphedStep:
         self.objective, self.optimizer = step.objective, step.optimizer
         self.seen: set[tuple[int, int]] = set()
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, TrainBatch, Tensor]] = {}
+
+    @property
+    def torn(self) -> bool:
+        """Of the plain steps; a replay is whole or not begun."""
+        return self.step.torn
 
     def __call__(self, parts: list[TrainBatch], depth: int) -> Float[Tensor, " c"]:
         (batch,) = parts

@@ -99,7 +99,8 @@ def train(
     keeping: Keeping = ALL,
 ) -> Iterator[Record]:
     """Train from step `done` on; yield a record every `log_interval` steps. Saves on the way, at the end, and when
-    interrupted (Ctrl-C or the consumer's close). Raises RuntimeError, and saves no more, once a value is not finite.
+    interrupted (Ctrl-C or the consumer's close), but not what a step left half done. Raises RuntimeError, and saves no
+    more, once a value is not finite.
     """
     check(settings)
     share = settings.share
@@ -121,7 +122,7 @@ def train(
                 saved = step
     finally:
         try:
-            if step != saved and not run.interrupt.insisted:
+            if step != saved and not run.interrupt.insisted and not step_once.torn:
                 run.keep(step)
         finally:
             run.interrupt.restore()

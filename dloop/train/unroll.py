@@ -148,11 +148,12 @@ class UnrollObjective(Objective):
         anchors: Anchors | None = None,
         totals: TotalWeights | None = None,
     ) -> Loss:
-        rows = totals or self.total_weights([(batch, anchors or self.draw(batch))], depth)
+        own = self.total_weights([(batch, anchors or self.draw(batch))], depth)
+        rows = totals or own
         done = self.unrolled(batch, features, depth)
         host, loop = (part.sum()[None] for part in (done.terms * decay(done.terms)).tensor_split([self.stage_len]))
-        beyond = Sums(loop, rows.loop) if depth > self.stage_len else None
-        return Loss(done.value / rows.host, Sums(host, rows.host), beyond)
+        beyond = Sums(loop, own.loop) if depth > self.stage_len else None
+        return Loss(done.value / rows.host, Sums(host, own.host), beyond)
 
     @property
     def stage_len(self) -> int:
