@@ -38,7 +38,10 @@ def write_lines(path: Path, lines=LINES) -> Path:
 
 
 class Server:
-    """A real HTTP server that answers like an OpenAI-compatible one; `faults`: statuses to give first."""
+    """A real HTTP server that answers like an OpenAI-compatible one; `faults`: statuses to give first.
+
+    `answer` gives a message's fields, and why it ended under "why"; or the bytes of a whole body.
+    """
 
     def __init__(self, answer, faults=()) -> None:
         self.seen, self.faults, lock = [], list(faults), threading.Lock()
@@ -54,10 +57,12 @@ class Server:
                     self.connection.close()
                     return
                 text = answer(body["messages"])
-                reply = {
-                    "choices": [{"message": {"role": "assistant", **text}, "finish_reason": text.pop("why", "stop")}]
-                }
-                raw = json.dumps(reply if status == 200 else {"error": "x"}).encode()
+                if isinstance(text, bytes):
+                    raw = text
+                else:
+                    why = text.pop("why", "stop")
+                    reply = {"choices": [{"message": {"role": "assistant", **text}, "finish_reason": why}]}
+                    raw = json.dumps(reply if status == 200 else {"error": "x"}).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(raw)))
                 self.end_headers()
@@ -159,7 +164,9 @@ def test_several_servers_answer_every_turn_and_keep_the_order(tmp_path, servers,
     ]
     assert found[1]["conversations"][0] == {"role": "system", "content": "Be brief."}
     asked = one.seen + two.seen
-    assert len(asked) == 5 + 3, "five turns, three failures that were tried again"
+    failures = 3 - len(one.faults + two.faults)  # as many as each server was asked for
+    most = 5 + 2 * failures  # a conversation that fails at its second turn is asked its first again
+    assert failures and 5 + failures <= len(asked) <= most, "five turns, and the failures that were tried again"
     assert {path for path, _ in asked} == {"/v1/chat/completions"}
     assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for _, body in asked)
     assert {
@@ -198,6 +205,31 @@ def test_a_request_that_no_try_betters_fails_at_once_and_dead_servers_end_the_ru
     write_lines(tmp_path / "in.jsonl", [{"prompt": f"{number}?"} for number in range(40)])
     assert entry([*words(tmp_path, address, out="o.jsonl"), "--concurrency", "1", "--retries", "99"]) == 1
     assert "no server answers any more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "tries"),
+    [
+        (b'{"choices": [{"message": null}]}', "a message that is no object", 2),
+        (b'{"choices": [{"message": "hi"}]}', "a message that is no object", 2),
+        (b'{"choices": ["hi"]}', "a reply without choices", 2),
+        (b"null", "a reply without choices", 2),
+        (b"[" * 100_000, "RecursionError", 2),
+        ({"content": [{"type": "text", "text": "hi"}]}, "a message without text", 2),
+        ({"content": "half an ans", "why": "abort"}, "ended by abort", 2),
+        ({"content": "half an ans", "why": None}, "ended by null", 2),
+        ({"content": "half an ans", "why": "content_filter"}, "ended by content_filter", 1),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_whatever_a_server_says_ends_the_run_and_is_named(tmp_path, servers, capsys, answer, reason, tries):
+    """Never a wait for ever, and never half an answer as training data."""
+    write_lines(tmp_path / "in.jsonl", LINES[:1])
+    server = servers(lambda _: answer if isinstance(answer, bytes) else dict(answer))
+    assert entry([*words(tmp_path, server.address), "--retries", "1"]) == 1
+    err = capsys.readouterr().err
+    assert reason in err and "1 conversations have no answer" in err
+    assert len(server.seen) == tries and not (tmp_path / "out.jsonl").exists()
 
 
 def test_thoughts_stay_in_the_answer_and_a_cut_one_ends_its_conversation(tmp_path, servers):

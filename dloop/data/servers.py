@@ -120,7 +120,7 @@ def serve(work: Work, server: str, asking: Asking) -> None:
         except RefusedError as error:
             work.done.put(Reply(asked.line, asked.messages, False, str(error)))
             continue
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except Exception as error:  # whatever a server may say: an asker that died of it would be waited for for ever
             reason = f"{server}: {type(error).__name__}: {error}"
         failures += 1
         if tries == asking.retries:
@@ -167,15 +167,31 @@ def complete(messages: Sequence[Message], server: str, asking: Asking) -> tuple[
         raise RefusedError(f"HTTP {status}: {raw[:200].decode(errors='replace')}")
     if status != 200:
         raise ValueError(f"HTTP {status}")
+    return read_reply(raw, thinking=asking.thinking)
+
+
+def read_reply(raw: bytes, *, thinking: bool) -> tuple[str, str]:
+    """(text, "stop" or "length") of the first choice. Raises ValueError at others, RefusedError at a filter's."""
     try:
         choice = cast(Mapping[str, object], json.loads(raw)["choices"][0])
-        message = cast(Mapping[str, object], choice["message"])
-    except (KeyError, IndexError, TypeError) as error:
+        given, finish = choice["message"], choice.get("finish_reason")
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError("a reply without choices") from error
-    text, thought = message.get("content") or "", message.get("reasoning_content")
-    if asking.thinking and isinstance(thought, str) and thought.strip():
+    if not isinstance(given, Mapping):
+        raise ValueError("a message that is no object")
+    if finish == "content_filter":
+        raise RefusedError("an answer ended by content_filter")
+    if finish not in ("stop", "length"):  # half an answer, as from a server that was shut down
+        raise ValueError(f"an answer ended by {finish or 'null'}")
+    message = cast(Mapping[str, object], given)
+    text, thought = message.get("content"), message.get("reasoning_content")
+    if text is None:
+        text = ""  # cut while it thought
+    if not isinstance(text, str):
+        raise ValueError("a message without text")
+    if thinking and isinstance(thought, str) and thought.strip():
         text = f"<think>\n{thought.strip()}\n</think>\n\n{text}"
-    return str(text), str(choice.get("finish_reason"))
+    return text, finish
 
 
 def post(url: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
