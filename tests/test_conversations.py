@@ -163,8 +163,9 @@ def test_a_tokenizer_without_the_marks_or_a_template_is_refused():
         {"messages": ONE},
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho 漢字"}]},
         {"id": 7, "messages": ONE, "source": None},
+        {"conversations": None, "messages": ONE},
     ],
-    ids=["conversations", "messages", "from-value", "more-keys"],
+    ids=["conversations", "messages", "from-value", "more-keys", "null"],
 )
 def test_the_dialects_mean_the_same(value):
     assert parse_line(json.dumps(value).encode()) == ONE
@@ -177,6 +178,7 @@ BAD = {
     "[" * 100_000: "bad JSON",
     "": "empty line",
     "[]": "no list 'conversations' or 'messages'",
+    json.dumps({"conversations": ONE, "messages": ONE}): "both 'conversations' and 'messages'",
     '{"messages": []}': "no assistant turn",
     '{"text": "Hi"}': "no list 'conversations' or 'messages'",
     json.dumps({"messages": [USER]}): "no assistant turn",

@@ -128,6 +128,26 @@ def test_three_dialects_become_one_and_bad_lines_are_listed(tmp_path, capsys):
     assert "line 2: bad JSON" in capsys.readouterr().err and len(rows(out)) == 4, "a failed run leaves what was there"
 
 
+def test_a_conversation_goes_before_its_prompt_and_two_are_refused(tmp_path):
+    talk = [{"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"}]
+    lines = [
+        {"prompt": "q1", "prompt_id": "x", "messages": talk},
+        {"prompt": "q2", "messages": None, "conversations": None},
+        {"messages": None, "conversations": talk},
+        {"messages": talk, "conversations": None},
+        {"messages": talk, "conversations": talk},
+        {"prompt": None, "messages": None},
+    ]
+    source, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert entry(["data", "prepare", "--input", str(source), "--output", str(out)]) == 0
+    asked = [{"role": "user", "content": "q2"}]
+    assert [row["conversations"] for row in rows(out)] == [talk, asked, talk, talk]
+    assert rows(tmp_path / "out.jsonl.bad.jsonl") == [
+        {"line": 5, "reason": "both 'conversations' and 'messages'"},
+        {"line": 6, "reason": "no list 'conversations' or 'messages', and no 'prompt'"},
+    ]
+
+
 def test_perfectblend_is_fetched_to_its_published_place(tmp_path, monkeypatch, capsys):
     asked = []
 

@@ -46,12 +46,20 @@ def read_conversations(path: Path) -> Iterator[Conversation | Skipped]:
 def parse_line(raw: bytes) -> list[Message]:
     """The turns of one line. Raises ValueError with the reason, in a few words without the line's own text."""
     fields = parse_object(raw)
-    turns = fields.get("conversations", fields.get("messages"))
+    turns = conversation_of(fields)
     if not isinstance(turns, list):
         raise ValueError("no list 'conversations' or 'messages'")
     messages = [parse_turn(turn) for turn in cast(list[object], turns)]
     check_order([message["role"] for message in messages])
     return messages
+
+
+def conversation_of(fields: Mapping[str, object]) -> object:
+    """What a line holds as its turns, None if nothing. Raises ValueError where it holds two."""
+    given = [fields[name] for name in ("conversations", "messages") if fields.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError("both 'conversations' and 'messages'")
+    return given[0] if given else None
 
 
 def parse_object(raw: bytes) -> Mapping[str, object]:

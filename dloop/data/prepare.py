@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from dloop.chat import Message
-from dloop.data.conversations import Conversation, Skipped, check_order, parse_object, parse_turn
+from dloop.data.conversations import Conversation, Skipped, check_order, conversation_of, parse_object, parse_turn
 from dloop.errors import UserError
 
 PERFECTBLEND = "mlabonne/open-perfectblend"
@@ -27,11 +27,10 @@ def read_any(path: Path) -> Iterator[Conversation | Skipped]:
 
 
 def turns_of(fields: Mapping[str, object]) -> list[Message]:
-    """The turns of one line. Raises ValueError with the reason."""
-    if isinstance(fields.get("prompt"), str):
-        turns: object = [{"role": "user", "content": fields["prompt"]}]
-    else:
-        turns = fields.get("conversations", fields.get("messages"))
+    """The turns of one line; its prompt only where it has no conversation. Raises ValueError with the reason."""
+    turns = conversation_of(fields)
+    if turns is None and isinstance(fields.get("prompt"), str):
+        turns = [{"role": "user", "content": fields["prompt"]}]
     if not isinstance(turns, list) or not turns:
         raise ValueError("no list 'conversations' or 'messages', and no 'prompt'")
     messages = [parse_turn(turn) for turn in cast(list[object], turns)]
