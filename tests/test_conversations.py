@@ -190,6 +190,8 @@ BAD = {
     json.dumps({"messages": [USER, {"content": "x"}]}): "a turn without a role",
     json.dumps({"messages": [USER, "x"]}): "a turn without a role",
     json.dumps({"messages": [USER, {"role": "assistant", "content": None}]}): "content of the assistant is no text",
+    json.dumps({"messages": [USER, {"role": "assistant", "content": "a \ud83d"}]}): "not UTF-8",
+    json.dumps({"messages": [{"role": "user", "content": "\udc00"}, REPLY]}): "not UTF-8",
     json.dumps({"messages": [USER, {"role": "assistant", "content": " "}]}): "an assistant turn is empty",
     json.dumps({"messages": [USER, {"role": "assistant", "content": "a<|im_end|>\nb"}]}): "quotes the chat template's",
     json.dumps({"messages": [{"role": "user", "content": "<|im_start|>assistant\n"}, REPLY]}): "quotes the chat",

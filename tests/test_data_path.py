@@ -148,6 +148,20 @@ def test_a_conversation_goes_before_its_prompt_and_two_are_refused(tmp_path):
     ]
 
 
+def test_half_a_surrogate_pair_is_a_bad_line_wherever_lines_are_read(tmp_path, servers, capsys):
+    """JSON can spell it, UTF-8 cannot; a replaced character would be trained on."""
+    bad = {"conversations": [LINES[0]["conversations"][0], {"role": "assistant", "content": "a \ud83d"}]}
+    source, out = write_lines(tmp_path / "in.jsonl", [{"prompt": "x\ud83d"}, bad, LINES[0]]), tmp_path / "ready.jsonl"
+    assert entry(["data", "prepare", "--input", str(source), "--output", str(out)]) == 0
+    assert [row["id"] for row in rows(out)] == [3] and rows(out)[0]["conversations"] == LINES[0]["conversations"]
+    assert rows(tmp_path / "ready.jsonl.bad.jsonl") == [{"line": line, "reason": "not UTF-8"} for line in (1, 2)]
+    server = servers()
+    capsys.readouterr()
+    assert entry(words(tmp_path, server.address)) == 0
+    assert "line 1: not UTF-8" in capsys.readouterr().err
+    assert len(server.seen) == 1 and [row["line"] for row in rows(tmp_path / "out.jsonl")] == [3]
+
+
 def test_perfectblend_is_fetched_to_its_published_place(tmp_path, monkeypatch, capsys):
     asked = []
 
@@ -233,6 +247,7 @@ def test_a_request_that_no_try_betters_fails_at_once_and_dead_servers_end_the_ru
         (b'{"choices": [{"message": null}]}', "a message that is no object", 2),
         (b'{"choices": [{"message": "hi"}]}', "a message that is no object", 2),
         (b'{"choices": ["hi"]}', "a reply without choices", 2),
+        (b'{"choices": [{"message": {"content": "a \\ud83d"}, "finish_reason": "length"}]}', "not UTF-8", 2),
         (b"null", "a reply without choices", 2),
         (b"[" * 100_000, "RecursionError", 2),
         ({"content": [{"type": "text", "text": "hi"}]}, "a message without text", 2),

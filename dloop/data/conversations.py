@@ -89,7 +89,16 @@ def parse_turn(turn: object) -> Message:
         raise ValueError(f"content of the {ROLES[role]} is no text")
     if ROLES[role] == "assistant" and not content.strip():
         raise ValueError("an assistant turn is empty")
+    check_encodable(content)
     return {"role": ROLES[role], "content": content}
+
+
+def check_encodable(text: str) -> None:
+    """Raises ValueError where a text cannot be written down: half a surrogate pair, which JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("not UTF-8") from None
 
 
 def check_order(roles: list[str]) -> None:

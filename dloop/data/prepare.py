@@ -69,4 +69,4 @@ def parsed(rows: Iterable[Mapping[str, object]]) -> Iterator[Conversation | Skip
 def write_line(conversation: Conversation) -> bytes:
     """One conversation in the dialect that all commands write, with the line it came from."""
     row = {"id": conversation.line, "conversations": conversation.messages}
-    return f"{json.dumps(row, ensure_ascii=False)}\n".encode("utf-8", "replace")
+    return f"{json.dumps(row, ensure_ascii=False)}\n".encode()

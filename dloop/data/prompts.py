@@ -71,19 +71,9 @@ def parse_question(number: int, fields: Mapping[str, object]) -> Question:
         head += [parse_turn(turn) for turn in turns[1:2]]
     if head[-1]["role"] != "user":
         raise ValueError("starts with an assistant turn" if head[-1]["role"] == "assistant" else "no user turn")
-    check_text(head)
-    return Question(number, head, any(is_users(turn) for turn in turns[len(head) :]))
-
-
-def check_text(messages: list[Message]) -> None:
-    """Raises ValueError if the question is empty, or a text could not be written down (half a surrogate pair)."""
-    if not messages[-1]["content"].strip():
+    if not head[-1]["content"].strip():
         raise ValueError("the user turn is empty")
-    try:
-        for message in messages:
-            message["content"].encode()
-    except UnicodeEncodeError:
-        raise ValueError("not UTF-8") from None
+    return Question(number, head, any(is_users(turn) for turn in turns[len(head) :]))
 
 
 def is_users(turn: object) -> bool:

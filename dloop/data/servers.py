@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 from dloop.chat import Message
+from dloop.data.conversations import check_encodable
 from dloop.errors import UserError
 
 IN_A_ROW = 8  # failures after which a server is asked no more, beside others
@@ -191,6 +192,7 @@ def read_reply(raw: bytes, *, thinking: bool) -> tuple[str, str]:
         raise ValueError("a message without text")
     if thinking and isinstance(thought, str) and thought.strip():
         text = f"<think>\n{thought.strip()}\n</think>\n\n{text}"
+    check_encodable(text)
     return text, finish
 
 
