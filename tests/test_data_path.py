@@ -162,6 +162,16 @@ def test_half_a_surrogate_pair_is_a_bad_line_wherever_lines_are_read(tmp_path, s
     assert len(server.seen) == 1 and [row["line"] for row in rows(tmp_path / "out.jsonl")] == [3]
 
 
+def test_preparing_never_overwrites_its_input(tmp_path, capsys):
+    source = write_lines(tmp_path / "x.jsonl.bad.jsonl")
+    (tmp_path / "link.jsonl").symlink_to(source)
+    before = source.read_bytes()
+    for output in (source, tmp_path / "link.jsonl", tmp_path / "x.jsonl"):  # the last would list bad lines in it
+        assert entry(["data", "prepare", "--input", str(source), "--output", str(output)]) == 2
+        assert f"{source} would be overwritten" in capsys.readouterr().err
+    assert source.read_bytes() == before
+
+
 def test_perfectblend_is_fetched_to_its_published_place(tmp_path, monkeypatch, capsys):
     asked = []
 
@@ -226,6 +236,27 @@ def test_what_failed_is_tried_again_and_nothing_twice(tmp_path, servers, capsys)
     good = servers()
     assert entry([*words(tmp_path, good.address), "--resume"]) == 0
     assert len(good.seen) == 1 and [row["line"] for row in rows(tmp_path / "out.jsonl")] == USED
+
+
+def test_torn_parts_are_mended_or_named(tmp_path, servers, capsys):
+    write_lines(tmp_path / "in.jsonl")
+    parts = tmp_path / "out.jsonl.parts"
+    silent = servers(lambda _: {"content": ""})
+    assert entry(words(tmp_path, silent.address)) == 1
+    header = parts.read_bytes()
+    torn = b'5\n[]\n"line"\n{"line": 1}\n{"line": "1"}\n{"line": 3, "conv\n\xe6\xbc\n' + b"[" * 100_000 + b"\n"
+    for left in (b"", header[:9], header + torn, header + torn + '{"line": 4, "a": "漢'.encode()[:-1]):
+        parts.write_bytes(left)
+        server = servers()
+        assert entry([*words(tmp_path, server.address), "--resume"]) == 0, capsys.readouterr().err
+        assert len(server.seen) == 5, "every turn anew: none of these lines is an answer"
+        assert [row["line"] for row in rows(tmp_path / "out.jsonl")] == USED
+        (tmp_path / "out.jsonl").unlink()
+    for left in (b"\n", header[:9] + b"\n", b'{"line": 1}\n', torn):
+        parts.write_bytes(left)
+        capsys.readouterr()
+        assert entry([*words(tmp_path, silent.address), "--resume"]) == 2
+        assert "does not begin with the settings of a run" in capsys.readouterr().err and parts.read_bytes() == left
 
 
 def test_a_request_that_no_try_betters_fails_at_once_and_dead_servers_end_the_run(tmp_path, servers, capsys):

@@ -32,16 +32,16 @@ class Command(Common):
 
 
 def run(command: Command) -> int:
-    refuse(command)
     name = command.dataset or (command.input or Path()).stem
     output = command.output or FOLDER / f"{name}_train.jsonl"
+    listed = output.with_name(f"{output.name}.bad.jsonl")
+    refuse(command, output, listed)
     items: Iterator[Conversation | Skipped] = (
         read_any(command.input) if command.input is not None else parsed(fetch(command.dataset or ""))
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     bad: list[Skipped] = []
     written = write(command, items, output, bad)
-    listed = output.with_name(f"{output.name}.bad.jsonl")
     listed.unlink(missing_ok=True)
     if bad:
         listed.write_text("".join(json.dumps({"line": one.line, "reason": one.reason}) + "\n" for one in bad))
@@ -53,11 +53,13 @@ def run(command: Command) -> int:
     return 0
 
 
-def refuse(command: Command) -> None:
+def refuse(command: Command, output: Path, listed: Path) -> None:
     if (command.dataset is None) == (command.input is None):
         raise UserError("give either --dataset perfectblend or --input FILE.jsonl")
     if command.input is not None and not command.input.is_file():
         raise UserError(f"--input {command.input} does not exist; give a .jsonl of conversations")
+    if command.input is not None and any(path.exists() and path.samefile(command.input) for path in (output, listed)):
+        raise UserError(f"--input {command.input} would be overwritten; give another --output")
     if command.max_samples is not None and command.max_samples < 1:
         raise UserError(f"--max-samples {command.max_samples} must be at least 1")
 

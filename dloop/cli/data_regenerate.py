@@ -121,33 +121,47 @@ def digest(path: Path) -> str:
 
 
 def rows_of(parts: Path) -> Iterator[dict[str, object]]:
-    """What was answered; half a line at the end, of a killed run, is none."""
-    with parts.open(encoding="utf-8") as file:
+    """What was answered; a line that a killed run or a full disk left torn is none, and is asked again."""
+    with parts.open("rb") as file:
         for line in file:
-            try:
-                row = cast(dict[str, object], json.loads(line))
-            except ValueError:
-                continue
-            if "line" in row:
+            row = row_of(line)
+            if isinstance(row.get("line"), int) and {"conversations", "finish_reason"} <= row.keys():
                 yield row
+
+
+def header_of(parts: Path) -> bytes:
+    """The first line."""
+    with parts.open("rb") as file:
+        return file.readline()
+
+
+def row_of(line: bytes) -> dict[str, object]:
+    """The fields of one line of the parts, none if it is torn."""
+    try:
+        row: object = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return cast(dict[str, object], row) if isinstance(row, dict) else {}
 
 
 def earlier(command: Command, parts: Path, known: Mapping[str, object]) -> set[int]:
     """Lines that an unfinished run with the same settings has answered. Raises UserError where there is another."""
     if command.output_file_path.exists():
         raise UserError(f"--output-file-path {command.output_file_path} exists; choose another name, or remove it")
-    if not parts.exists():
+    if parts.exists() and not command.resume:
+        raise UserError(f"{parts} holds the answers of an unfinished run; add --resume to go on with it, or remove it")
+    header = header_of(parts) if parts.exists() else b""
+    if not header.endswith(b"\n"):  # nothing yet, or a run that was killed at its first line
         parts.parent.mkdir(parents=True, exist_ok=True)
         parts.write_text(json.dumps({"run": known}) + "\n", encoding="utf-8")
         return set()
-    if not command.resume:
-        raise UserError(f"{parts} holds the answers of an unfinished run; add --resume to go on with it, or remove it")
-    with parts.open(encoding="utf-8") as file:
-        before = cast(dict[str, object], json.loads(file.readline() or "{}")).get("run")
+    before = row_of(header).get("run")
+    if before is None:
+        raise UserError(f"{parts} does not begin with the settings of a run; remove it, its lines are answered anew")
     if before != known:
         raise UserError(f"{parts} is of a run with other settings or another input; use the same ones, or remove it")
     text = parts.read_bytes()
-    if text and not text.endswith(b"\n"):  # a killed run's last line
+    if not text.endswith(b"\n"):  # a killed run's last line
         parts.write_bytes(text[: text.rindex(b"\n") + 1])
     return {cast(int, row["line"]) for row in rows_of(parts)}
 
@@ -168,8 +182,7 @@ def finish(command: Command, parts: Path, failed: dict[int, str]) -> int:
     with whole(command.output_file_path) as file:
         for _, row in rows:
             file.write(f"{json.dumps(row, ensure_ascii=False)}\n".encode())
-    with parts.open(encoding="utf-8") as file:
-        about = json.loads(file.readline())["run"]
+    about = cast(dict[str, object], row_of(header_of(parts))["run"])
     record = {
         "schema": 1,
         "source": "servers",
