@@ -20,6 +20,7 @@ from test_train import command, token_file, written
 import dloop
 import dloop.checkpoint
 from dloop.cli.main import entry
+from dloop.cli.train_watch import stale
 from dloop.records import acceptance_length
 from dloop.testing import good_drafter, tiny_drafter, tiny_target
 from dloop.train import step as train_step
@@ -98,6 +99,7 @@ DRIVER = """
 import os, signal, sys, torch
 import dloop.cli.training
 from dloop.cli.main import entry
+from dloop.cli.train_watch import stale
 from dloop.train.step import Step
 
 def child(kill, words):
@@ -247,6 +249,28 @@ def test_data_of_another_target_or_without_labels_raise_an_alarm(folders, capsys
     assert entry(words) == 0
     err = capsys.readouterr().err
     assert "another target" not in err and "of 12 samples have no label within --max-length 7" in err
+
+
+@pytest.mark.parametrize(
+    ("record", "part"),
+    [
+        ([], None),
+        (None, None),
+        (5, None),
+        ({"source": "servers", "model": "org/Target"}, None),
+        ({"source": "servers", "model": "target/"}, None),
+        ({"source": "servers", "model": None}, None),
+        ({"source": "built-in", "model": "other"}, None),
+        ({"source": "servers", "model": "Qwen/Qwen3-4B"}, "was written by servers of Qwen/Qwen3-4B, which by its name"),
+    ],
+    ids=str,
+)
+def test_what_is_recorded_of_servers_is_held_against_the_target_s_name(folders, record, part):
+    (folders / "tokens.npz.json").write_text(json.dumps(record))
+    target = dloop.load_target(str(folders / "target"), dtype="float32", engine="twin")
+    told = [f"was {how}" for how in stale(folders / "tokens.npz", target)]
+    assert len(told) == (part is not None)
+    assert all(part in line and target.name in line for line in told)
 
 
 # checkpoints that are judged

@@ -92,8 +92,8 @@ def held_out(command: Command, target: HFTarget) -> list[list[int]]:
 
 def raise_alarms(command: Command, target: HFTarget, data: TokenFile, objective: Objective) -> None:
     """Warn of data of another target or template, of samples without a label, and of labels off by one."""
-    for name in stale(command.train_data_path, target):
-        logger.warning(f"{command.train_data_path} was made with another {name} than this run's; make it again")
+    for how in stale(command.train_data_path, target):
+        logger.warning(f"{command.train_data_path} was {how}; make it again")
     empty = (
         []
         if data.labels is not None
@@ -127,20 +127,33 @@ def raise_alarms(command: Command, target: HFTarget, data: TokenFile, objective:
 
 
 def stale(path: Path, target: HFTarget) -> list[str]:
-    """What `dloop data` recorded beside these data that is not so of this target."""
+    """How these data came about by what `dloop data` recorded beside them, where that is not so of this target."""
     record = path.with_name(f"{path.name}.json")
     if target.folder is None or not record.is_file():
         return []
     try:
-        known = cast(dict[str, object], json.loads(record.read_text(encoding="utf-8")))
-    except ValueError:
+        read: object = json.loads(record.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
         return []  # some other file of this name
+    if not isinstance(read, dict):
+        return []
+    known = cast(dict[str, object], read)
     tokenizer = load_tokenizer(target.folder, target.name)
     now: dict[str, object] = {"checkpoint_sha256": {"target": checkpoint.sha256(target.folder)}}
     if tokenizer is not None and known.get("template_sha256") is not None:
         now["template_sha256"] = template_sha256(tokenizer)
     names = {"checkpoint_sha256": "target", "template_sha256": "chat template"}
-    return [names[key] for key, value in now.items() if key in known and known[key] != value]
+    other = [names[key] for key, value in now.items() if key in known and known[key] != value]
+    found = [f"made with another {name} than this run's" for name in other]
+    model = known.get("model")
+    if known.get("source") == "servers" and isinstance(model, str) and last_part(model) != last_part(target.name):
+        found.append(f"written by servers of {model}, which by its name is not this run's target, {target.name}")
+    return found
+
+
+def last_part(name: str) -> str:
+    """What a hub id and a folder of the same checkpoint have in common; a server knows no more of its model."""
+    return Path(name).absolute().name.casefold()
 
 
 def tracker_of(command: Command) -> AbstractContextManager[Tracker | None]:
