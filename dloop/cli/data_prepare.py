@@ -21,7 +21,8 @@ class Command(Common):
     """Write conversations in one dialect, one a line; lines that cannot be used are listed in OUTPUT.bad.jsonl.
 
     Input: {"conversations": [...]} or {"messages": [...]} with turns {role, content} or {from, value}, or
-    {"prompt": "..."}. --dataset perfectblend fetches mlabonne/open-perfectblend through Hugging Face datasets.
+    {"prompt": "..."} without either. --dataset perfectblend fetches mlabonne/open-perfectblend through Hugging Face
+    datasets.
     """
 
     dataset: Literal["perfectblend"] | None = option(None, "a published data set", group="data")
