@@ -254,14 +254,14 @@ def start(
 
 def check_request(target: HFTarget, drafter: HostDrafter | None, settings: Settings) -> None:
     """Raises UserError for what is no model, and for settings that these models cannot honour."""
-    check_kinds(target, drafter, settings)
+    check_loaded(target, drafter, settings)
     check_types(settings)
     refuse_unsupported(settings, target, drafter)
     if drafter is not None:
         check_pair(drafter.config, target, drafter.name)  # loaded for one target, handed another
 
 
-def check_kinds(target: object, drafter: object, settings: object) -> None:
+def check_loaded(target: object, drafter: object, settings: object) -> None:
     """Raises UserError where a name stands for what must be loaded."""
     if not isinstance(target, HFTarget):
         raise UserError(f"target={target!r:.60} must be a target that is loaded; give load_target(...)")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dloop
-from dloop.api import check_kinds
+from dloop.api import check_loaded
 from dloop.batch import generate_many
 from dloop.errors import UserError
 from dloop.settings import Settings
@@ -338,4 +338,4 @@ def test_a_drafter_for_another_target_is_refused(drafter):
 )
 def test_a_name_is_no_model(target, drafter, settings, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        check_kinds(target, drafter, settings)
+        check_loaded(target, drafter, settings)
