@@ -14,11 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dloop.bench.store import write
-from dloop.bench.training import matrix_rate, timed
+from dloop.bench.training import flop_counter, matrix_rate, timed
 from dloop.cli.args import option, parse
 from dloop.drafters.config import DSparkConfig
 from dloop.drafters.dspark import DSpark
@@ -115,7 +114,7 @@ def measure(shape: Shape) -> Iterator[dict[str, object]]:
         step = step_of(shape, variant, target, draft, data)
         row |= timed(partial(step, [batch], depth), shape.steps, DEVICE)
         if variant == "eager":
-            with FlopCounterMode(display=False) as counter:
+            with flop_counter() as counter:
                 step([batch], depth)
             row |= {"flops": counter.get_total_flops(), "floor_ms": 1000 * counter.get_total_flops() / rate}
         yield {**row, "parameters": sum(p.numel() for p in step.objective.model.parameters())}

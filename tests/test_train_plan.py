@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_train import command, written
 
-from dloop.bench.training import Kept, costs
+from dloop.bench.training import Kept, costs, flop_counter
 from dloop.cli.main import entry
 from dloop.detect import MTP_FAMILY
 from dloop.testing import tiny_drafter, tiny_target
@@ -56,6 +56,20 @@ def test_a_profile_measures_every_depth(folders, capsys):
 def test_a_profile_without_its_dry_run_is_refused(folders, capsys, words):
     assert entry(command(folders, *words)) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_attention_of_heads_that_share_keys_is_counted():
+    """torch 2.11's own formula refuses them; only a GPU's kernels reach it, so they are called by name."""
+    q, k = (torch.empty(1, heads, 16, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
+    aten = torch.ops.aten
+    with flop_counter() as counter:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, k, 0.0, True)
+        forward = counter.get_total_flops()
+        empty, seed = (torch.empty(n, dtype=torch.int32, device="meta") for n in (0, 2))
+        aten._scaled_dot_product_flash_attention_backward(
+            out, q, k, k, out, lse, empty, empty, 16, 16, 0.0, True, seed, seed
+        )
+    assert forward == 2 * 8 * 16 * 16 * 2 * 64 and counter.get_total_flops() == 3.5 * forward
 
 
 def test_flops_are_those_of_the_products_and_weights_stay():

@@ -98,3 +98,18 @@ def test_the_benchmark_writes_every_row_as_it_comes(monkeypatch, tmp_path, capsy
         else:
             assert row["ms"] > 0 and row["peak_bytes"] > 0 and row["parameters"] > 100_000
     assert steps["eager", 2]["flops"] > 1.5 * steps["eager", 0]["flops"] > 0 and rows[0]["flops_per_s"] > 1e6
+
+
+def test_the_benchmark_of_published_sizes_times_every_host(monkeypatch, tmp_path, capsys, unchecked):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    script, out = import_module("benchmark_training_size"), tmp_path / "size.json"
+    words = "--shape tiny --tokens 32 --num-anchors 2 --depths 1 --variants dense dense+recompute"
+    assert script.main([*words.split(), "--output", str(out)]) == 0
+    first, *rows = json.loads(out.read_text(), parse_constant=pytest.fail)["rows"]
+    assert first["flops_per_s"] > 1e6 and [row["host"] for row in rows] == [h for h in script.HOSTS for _ in range(2)]
+    for plain, again in zip(rows[::2], rows[1::2], strict=True):
+        assert plain["depth"] == (7 if plain["host"] == "eagle3" else 1) and plain["ms"] > 0
+        assert again["kept_bytes"] < plain["kept_bytes"] and again["flops"] > plain["flops"] > 0
+    for words in (["--variants", "dense+fast"], ["--hosts", "medusa"]):
+        with pytest.raises(SystemExit, match=words[1]):
+            script.main(words)

@@ -127,7 +127,7 @@ SIZES = {
 def test_the_supertree_and_its_pruning(seed, depths, width, each, budget, beta):
     world = World(seed)
     levels = beam(torch.tensor(0), depths, width, world.expand(each))
-    pool = supertree(levels, packed(levels).tolist())
+    pool = supertree([level.size for level in levels], packed(levels).tolist())
     every = [path for frontier in frontiers_by_hand(world, depths, width, each)[0] for path in frontier]
     assert ranks_of(pool) == every
     assert pool.scores == [world.score(path) for path in every]

@@ -18,12 +18,36 @@ from dloop.train.trainer import GraphedStep, Step
 
 STEPS = 5  # timed
 WARM_UP = 3  # a graph is captured at the second step of a shape
+KERNELS = ("flash", "efficient", "cudnn")  # of fused attention
+Shape = Sequence[int]
 LOGITS = 5  # float32 copies of a piece's logits that live at once: logits, both laws, a product, a gradient
+
+
+def attention_flops(query: Shape, key: Shape, value: Shape, *_: object, **__: object) -> int:
+    """Of fused attention, masked scores counted; torch 2.11's own formula refuses heads that share keys."""
+    batch, heads, rows, dim = query
+    return 2 * batch * heads * rows * key[2] * (dim + value[3])
+
+
+def attention_backward_flops(_: Shape, query: Shape, key: Shape, value: Shape, *__: object, **___: object) -> int:
+    """Scores anew, and the gradients of weights, values, queries and keys."""
+    batch, heads, rows, dim = query
+    return 2 * batch * heads * rows * key[2] * (3 * dim + 2 * value[3])
+
+
+def flop_counter() -> FlopCounterMode:
+    """Counts the FLOPs of matrix products and of fused attention."""
+    kinds = [getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention") for kind in KERNELS]
+    backward = [getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention_backward") for kind in KERNELS]
+    formulas = dict.fromkeys(kinds, attention_flops) | dict.fromkeys(backward, attention_backward_flops)
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One step at one depth; FLOPs of matrix products as they run, recomputation counted, flex attention not."""
+    """One step at one depth; FLOPs of matrix products as they run, recomputation counted; flex attention as torch has
+    it: not at all, or without regard to its mask.
+    """
 
     depth: int
     anchors: int  # kept; 0: an unroll, which starts from every token
@@ -99,7 +123,7 @@ def costs(
     states = target_bytes + sum(4 * p.numel() * p.element_size() for p in parameters)  # weights, gradient, Adam's two
     plain.optimizer.set_rate(0.0)
     for depth in depths:
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             plain(parts, depth)
         kept = Kept([*parameters, words.head, words.embedding])
         with kept:

@@ -17,7 +17,7 @@ from dloop.drafters.gap import new_gap_rows
 from dloop.drafters.host import HostDrafter, HostModel
 from dloop.drafters.layers import MLP, Mask, NormedAttention, RMSNorm, Rotary
 from dloop.drafters.memory import KeyValues, SlotMemory
-from dloop.drafters.proposal import Proposal, read_out
+from dloop.drafters.proposal import Proposal, Unbuilt, read_out
 from dloop.loop import Drafter
 from dloop.sampling import GREEDY, Draw
 from dloop.trees.shape import TreeShape
@@ -95,8 +95,8 @@ class BlockModel(HostModel):
         vocabulary: Vocabulary,
         shape: TreeShape,
         nodes: int,
-    ) -> Stage:
-        """The family's tree of at most so many nodes from one stage's final states, in one device-to-host copy."""
+    ) -> Unbuilt:
+        """The family's tree of at most so many nodes from one stage's final states, without a device-to-host copy."""
 
     @abstractmethod
     def teacher_forced(
@@ -130,7 +130,7 @@ class BlockDrafter(HostDrafter):
             draw = Draw(request.sampling, position + 1)
             return read_out(self.model.propose(hidden, anchor, self.vocabulary, draw))
         assert self.trees is not None and request.sampling is None
-        return self.model.tree(hidden, anchor, self.vocabulary, self.trees, nodes)
+        return self.model.tree(hidden, anchor, self.vocabulary, self.trees, nodes).read()
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dloop.drafters.block import BlockModel
 from dloop.drafters.config import BlockConfig, Json, Reader, read_block, with_taps
-from dloop.drafters.proposal import Proposal, measure
+from dloop.drafters.proposal import Proposal, Unbuilt, measure
 from dloop.sampling import GREEDY, Draw
 from dloop.trees.best_first import best_first
 from dloop.trees.shape import TreeShape
@@ -57,14 +57,19 @@ class DFlash(BlockModel):
         vocabulary: Vocabulary,
         shape: TreeShape,
         nodes: int,
-    ) -> Stage:
+    ) -> Unbuilt:
         """A DDTree; its spine is every depth's most likely token."""
         logp = F.linear(self.predicting(hidden), vocabulary.head).float().log_softmax(-1)
         found = logp.topk(min(shape.topk, logp.shape[-1]), -1)
-        ids, values = torch.stack([found.indices.double(), found.values.double()]).tolist()  # sync
-        tokens = [[int(token) for token in row] for row in ids]
-        top = [row[0] for row in values]
-        return with_spine(best_first(values, tokens, nodes), [row[0] for row in tokens], top, sum(top))
+        depths, width = found.indices.shape
+
+        def build(numbers: list[float]) -> Stage:
+            rows = [numbers[start : start + width] for start in range(0, len(numbers), width)]
+            tokens, logp = [[int(token) for token in row] for row in rows[:depths]], rows[depths:]
+            top = [row[0] for row in logp]
+            return with_spine(best_first(logp, tokens, nodes), [row[0] for row in tokens], top, sum(top))
+
+        return Unbuilt(torch.stack([found.indices.double(), found.values.double()]).flatten(), build)
 
     def teacher_forced(
         self, hidden: Float[Tensor, "... B D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dloop.drafters.block import BlockModel
-from dloop.drafters.proposal import Proposal, measure, pack, stacked
+from dloop.drafters.proposal import Proposal, Unbuilt, measure, pack, stacked
 from dloop.sampling import GREEDY, Draw, Drawn
 from dloop.trees.beam import Children, Frontier, beam, best_children, packed
 from dloop.trees.shape import TreeShape
@@ -50,7 +50,7 @@ class PathModel(BlockModel):
         vocabulary: Vocabulary,
         shape: TreeShape,
         nodes: int,
-    ) -> Stage:
+    ) -> Unbuilt:
         """A DARTree; its spine is the greedy chain, measured over the whole vocabulary.
 
         The tree ranks each position's candidates among themselves: those of the highest logits before the correction.
@@ -72,12 +72,16 @@ class PathModel(BlockModel):
 
         levels = beam(anchor, len(base), shape.width, expand)
         chain = pack(self._chain(rows, base, anchor, vocabulary, GREEDY))
-        found = torch.cat([chain.flatten(), packed(levels).flatten()]).tolist()  # sync
-        tokens, logp, top_logp = (found[place * len(base) : (place + 1) * len(base)] for place in range(3))
-        size = (len(found) - 3 * len(base)) // 4
-        parts = [found[start : start + size] for start in range(3 * len(base), len(found), size)]
-        tree = prune(supertree(levels, parts), nodes, shape.beta)
-        return with_spine(tree, [int(token) for token in tokens], logp, sum(top_logp))
+        depths, sizes = len(base), [level.size for level in levels]  # what a captured graph keeps: no tensor
+
+        def build(numbers: list[float]) -> Stage:
+            tokens, logp, top_logp = (numbers[place * depths : (place + 1) * depths] for place in range(3))
+            size = sum(level.children for level in sizes)
+            parts = [numbers[start : start + size] for start in range(3 * depths, len(numbers), size)]
+            tree = prune(supertree(sizes, parts), nodes, shape.beta)
+            return with_spine(tree, [int(token) for token in tokens], logp, sum(top_logp))
+
+        return Unbuilt(torch.cat([chain.flatten(), packed(levels).flatten()]), build)
 
     def _chain(
         self,

@@ -1,5 +1,6 @@
 """What one stage proposes: measured on the device, then brought to the host in one copy."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,17 @@ class Proposal(NamedTuple):
     logp: Float[Tensor, "... k"]  # of the token, float32
     top_logp: Float[Tensor, "... k"]  # of the row's most likely token, float32
     probs: Float[Tensor, "... k V"] | None  # the law the tokens were drawn from; None: nothing was drawn
+
+
+class Unbuilt(NamedTuple):
+    """A tree, still on the device: its numbers in one tensor for one copy, and what the host makes of them."""
+
+    numbers: Float64[Tensor, " n"]
+    build: Callable[[list[float]], Stage]
+
+    def read(self) -> Stage:
+        """Bring it to the host."""
+        return self.build(self.numbers.tolist())  # sync
 
 
 def measure(logits: Float[Tensor, "... k V"], drawn: Drawn) -> Proposal:

@@ -106,22 +106,16 @@ class DrafterSession:
         return [stages[request.slot] for request in requests]
 
     def _manner(self, request: StageRequest) -> Manner:
-        law = request.sampling
-        return Manner(None if law is None else replace(law, seed=0), self.drafter.nodes(request.index) > 0)
+        law, nodes = request.sampling, self.drafter.nodes(request.index)
+        return Manner(None if law is None else replace(law, seed=0), self.drafter.trees if nodes else None, nodes)
 
     def _stages(self, requests: Sequence[StageRequest], manner: Manner) -> list[Stage]:
         staged = self._stage(requests, manner)
-        if staged.packed is not None:
-            packed = staged.packed[: len(requests)].tolist()  # sync
-            if staged.probs is None:
-                return [to_stage(one) for one in packed]
-            laws = staged.probs[: len(requests)].clone()  # the next stage is drawn in the same memory
-            return [to_stage(one, law) for one, law in zip(packed, laws, strict=True)]
-        size, stages = self.drafter.config.block_size, list[Stage]()
-        for i, request in enumerate(requests):
-            hidden, anchor = staged.hidden[i * size : (i + 1) * size], torch.tensor(request.anchor)
-            stages.append(self.drafter.read_stage(hidden, anchor.to(hidden.device), request, self._start(request)))
-        return stages
+        packed = staged.packed[: len(requests)].tolist()  # sync
+        if staged.probs is None:
+            return list(map(staged.build or to_stage, packed))
+        laws = staged.probs[: len(requests)].clone()  # the next stage is drawn in the same memory
+        return [to_stage(one, law) for one, law in zip(packed, laws, strict=True)]
 
     def _start(self, request: StageRequest) -> int:
         """The anchor's position."""

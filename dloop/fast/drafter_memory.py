@@ -1,6 +1,6 @@
 """The memory of a block drafter on the fast path, and what is computed over it in one forward."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dloop.drafters.block import BlockDrafter
-from dloop.drafters.proposal import Proposal, pack
+from dloop.drafters.proposal import Proposal, Unbuilt, pack
 from dloop.fast.graphs import Forward
 from dloop.fast.ops import Ops
 from dloop.fast.rows import BlockRows, RowBatch, Run, pack_block
@@ -19,7 +19,8 @@ from dloop.fast.stack import run_stack
 from dloop.fast.weights import Stack
 from dloop.kernels.shapes import HeadWeights
 from dloop.sampling import Draw, salted_gumbel
-from dloop.types import Sampling
+from dloop.trees.shape import TreeShape
+from dloop.types import Sampling, Stage
 
 START_STAGES = 16  # stages of a round whose states are kept before the buffer first grows
 MOST_GRAPHED = 512  # context rows that go through a graph at once; those of a longer prompt do not
@@ -29,7 +30,8 @@ class Manner(NamedTuple):
     """What stages drafted in one forward share."""
 
     law: Sampling | None  # whatever the seed; None: the most likely tokens
-    tree: bool  # read from the final states afterwards
+    trees: TreeShape | None  # None: chains
+    nodes: int  # of a tree
 
 
 class Block:
@@ -54,11 +56,11 @@ class Block:
 
 
 class Staged(NamedTuple):
-    """What a stage's forward leaves: final states, and all sequences' packed proposals (None: read later)."""
+    """What a stage's forward leaves of every sequence: packed proposals of chains, or the numbers of trees."""
 
-    hidden: Float[Tensor, "R D"]
-    packed: Float64[Tensor, "S 3 k"] | None
+    packed: Float64[Tensor, "S ..."]
     probs: Float[Tensor, "S k V"] | None = None  # the laws that tokens were drawn from
+    build: Callable[[list[float]], Stage] | None = None  # a tree from its numbers
 
 
 class FastBlockMemory(Runner):
@@ -119,15 +121,15 @@ class FastBlockMemory(Runner):
             embedded = F.embedding(batch.token, drafter.vocabulary.embedding)
             hidden = run_stack(ops, self.stack, embedded, batch, self.store)[1]
             self._states.index_copy_(0, self._kept(batch), hidden)
-            if manner.tree:
-                return Staged(hidden, None)
+            if manner.trees is not None:
+                return self._trees(hidden, batch, manner.trees, manner.nodes, len(stages.runs))
             if manner.law is not None:
                 return self._drawn(hidden, batch, manner.law, len(stages.runs))
             anchors = batch.token[: len(hidden) // size * size : size].long()
-            return Staged(hidden, ops.propose(hidden, anchors, drafter.model, drafter.vocabulary))
+            return Staged(ops.propose(hidden, anchors, drafter.model, drafter.vocabulary))
 
         name, before = str(manner), list[Forward[None]]()
-        if manner.law is not None:
+        if manner.law is not None or manner.trees is not None:
             name += f" {len(stages.runs)}"  # rows that fill a bucket up are not drawn for
         if contexts.runs:
             name, before = f"read, {name}", [self._context(contexts, self.features)]
@@ -148,7 +150,16 @@ class FastBlockMemory(Runner):
             anchor = batch.token[first].long()
             found.append(drafter.model.propose(hidden[first : first + size], anchor, drafter.vocabulary, draw))
         probs = [one.probs for one in found if one.probs is not None]
-        return Staged(hidden, torch.stack([pack(one) for one in found]), torch.stack(probs))
+        return Staged(torch.stack([pack(one) for one in found]), torch.stack(probs))
+
+    def _trees(self, hidden: Float[Tensor, "R D"], batch: RowBatch, shape: TreeShape, nodes: int, count: int) -> Staged:
+        """One tree after the other: their expansions are over a few tokens."""
+        drafter, size = self.drafter, self.drafter.config.block_size
+        found: list[Unbuilt] = []
+        for first in range(0, count * size, size):
+            rows, anchor = hidden[first : first + size], batch.token[first].long()
+            found.append(drafter.model.tree(rows, anchor, drafter.vocabulary, shape, nodes))
+        return Staged(torch.stack([tree.numbers for tree in found]), build=found[0].build)
 
     @property
     def _states(self) -> Float[Tensor, "n D"]:

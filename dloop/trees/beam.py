@@ -26,6 +26,14 @@ class Frontier(NamedTuple):
     scores: Float32[Tensor, " f"]  # summed log-probability of the path
 
 
+class LevelSize(NamedTuple):
+    """How much of a level there is."""
+
+    children: int
+    kept: int
+    width: int  # children of each node of the frontier before
+
+
 class Level(NamedTuple):
     """All children of one frontier, row by row, and which of them are the next one."""
 
@@ -34,6 +42,10 @@ class Level(NamedTuple):
     scores: Float32[Tensor, " n"]
     kept: Int[Tensor, " f"]  # indices, the best first
     width: int  # children of each node of the frontier before
+
+    @property
+    def size(self) -> LevelSize:
+        return LevelSize(len(self.tokens), len(self.kept), self.width)
 
 
 Expand = Callable[[int, Frontier], Children]  # the depth of the frontier (0: the root) comes first

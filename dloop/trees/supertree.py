@@ -3,22 +3,22 @@
 Source: magneto0124/DARTree (pruned variant); arXiv 2608.13524.
 """
 
-from dloop.trees.beam import Level
+from dloop.trees.beam import LevelSize
 from dloop.trees.tree import Tree, keep_best
 
 
-def supertree(levels: list[Level], packed: list[list[float]]) -> Tree:
+def supertree(levels: list[LevelSize], packed: list[list[float]]) -> Tree:
     """The frontiers, depth by depth and the best first, from what `beam.packed` gave for these levels."""
     tokens, logp, scores, kept = packed
     tree, start, before = Tree([], [], [], []), 0, -1
     for level in levels:
-        count, first = min(len(level.kept), len(level.tokens)), len(tree.tokens)
-        for child in (int(place) for place in kept[start : start + count]):
+        first = len(tree.tokens)
+        for child in (int(place) for place in kept[start : start + level.kept]):
             tree.tokens.append(int(tokens[start + child]))
             tree.parents.append(before + child // level.width)
             tree.logp.append(logp[start + child])
             tree.scores.append(scores[start + child])
-        start, before = start + len(level.tokens), first
+        start, before = start + level.children, first
     return tree
 
 
