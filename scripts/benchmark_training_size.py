@@ -82,7 +82,7 @@ def step_of(host: str, variant: str, command: Command, target: HFTarget) -> Step
     )
     objective = objective_of(built(host, shape_of(command.shape), target), target.vocabulary, settings)
     if "compile" in extras:
-        objective.compile_rows()
+        objective.compile_parts()
     features = partial(features_of, target, objective.model.config.target_layer_ids, last=objective.reads_teacher)
     step = Step(objective, features, Optimizer(objective.model.parameters(), 1.0))
     return GraphedStep(step) if "graphs" in extras else step

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -45,8 +45,8 @@ def flop_counter() -> FlopCounterMode:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One step at one depth; FLOPs of matrix products as they run, recomputation counted; flex attention as torch has
-    it: not at all, or without regard to its mask.
+    """One step at one depth; FLOPs of matrix products as they run, recomputation counted; with flex attention, those
+    of attention are left out.
     """
 
     depth: int
@@ -67,7 +67,8 @@ class Kept(saved_tensors_hooks):
         self.known = {weight.untyped_storage().data_ptr() for weight in weights}
         self.holders = Counter[int]()
         self.now = self.most = 0
-        super().__init__(self._pack, lambda held: held.tensor)
+        disable: Callable[[Callable[[Tensor], Held]], Callable[[Tensor], Held]] = torch.compiler.disable
+        super().__init__(disable(self._pack), lambda held: held.tensor)
 
     def _pack(self, tensor: Tensor) -> "Held":
         return Held(tensor, self)
@@ -123,13 +124,14 @@ def costs(
     states = target_bytes + sum(4 * p.numel() * p.element_size() for p in parameters)  # weights, gradient, Adam's two
     plain.optimizer.set_rate(0.0)
     for depth in depths:
-        with flop_counter() as counter:
-            plain(parts, depth)
+        flops = flops_of(plain, parts, depth)
         kept = Kept([*parameters, words.head, words.embedding])
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         with kept:
             plain(parts, depth)
+        peak = peak_memory(device)  # of a plain step: a graph's memory is not told apart
         found = timed(partial(step, parts, depth), STEPS, device)
-        flops = counter.get_total_flops()
         anchors, rows = rows_of(plain, parts, depth)
         yield Cost(
             depth=depth,
@@ -140,8 +142,21 @@ def costs(
             utilisation=flops / (found["ms"] / 1000) / rate,
             kept_bytes=kept.most,
             estimate_bytes=states + kept.most + LOGITS * 4 * pieces.ROWS * len(words.head),
-            peak_bytes=int(found["peak_bytes"]) if device.type == "cuda" else None,
+            peak_bytes=int(peak) if device.type == "cuda" else None,
         )
+
+
+def flops_of(step: Step, parts: list[TrainBatch], depth: int) -> int:
+    """Counted on the way, uncompiled; flex attention has no count on every torch, so its steps go without attention."""
+    objective, settings = step.objective, step.objective.settings
+    objective.settings = replace(settings, attention="dense")
+    try:
+        with torch.compiler.set_stance("force_eager"), flop_counter() as counter:
+            step(parts, depth)
+    finally:
+        objective.settings = settings
+    found = {str(kind): count for kind, count in counter.get_flop_counts()["Global"].items()}
+    return sum(count for kind, count in found.items() if settings.attention == "dense" or "attention" not in kind)
 
 
 def rows_of(step: Step, parts: list[TrainBatch], depth: int) -> tuple[int, int]:

@@ -206,7 +206,7 @@ def build_step(
 ) -> Step | GraphedStep:
     """One step of the objective, with the accelerations asked for."""
     if command.compile:
-        objective.compile_rows()
+        objective.compile_parts()
     taps, last = objective.model.config.target_layer_ids, objective.reads_teacher
     if command.cache_features:
         features = cache_features(target, data, taps, max(command.batch_size, 16), last=last)

@@ -11,11 +11,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 from dloop.drafters.host import HostConfig
 from dloop.drafters.memory import KeyValues, join
 
+# Few rows go through the same kernel: the one made for decoding finds no tiles for masks like ours.
+FLEX_OPTIONS: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
 Mask: TypeAlias = Bool[Tensor, "#B 1 n S"] | BlockMask  # a block mask calls for flex attention
 
 
@@ -153,7 +155,7 @@ def attend(
     """Softmax attention of grouped heads; `mask` True = visible, None shows everything. `scale`: 1 / sqrt(d)."""
     if isinstance(mask, BlockMask):
         run = compiled_flex() if queries.is_cuda else flex_attention
-        return run(queries, *seen, block_mask=mask, scale=scale, enable_gqa=True)
+        return run(queries, *seen, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=FLEX_OPTIONS)
     batch, heads, count, dim = queries.shape
     shared = seen.keys.shape[1]
     groups = heads // shared

@@ -86,8 +86,8 @@ class Objective(nn.Module):
     def total_weights(self, parts: Sequence[tuple[TrainBatch, Anchors]], depth: int) -> TotalWeights:
         """What all rows of a step weigh. Needs labels alone, so that it is known before the first forward."""
 
-    def compile_rows(self) -> None:
-        """Let a compiler fuse all work on the vocabulary, which every family keeps in its `row_sums`."""
+    def compile_parts(self) -> None:
+        """Let a compiler fuse what most of a step is: here the work on the vocabulary, in every family's `row_sums`."""
         name = "row_sums"
         setattr(self, name, torch.compile(getattr(self, name)))
 

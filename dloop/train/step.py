@@ -96,6 +96,7 @@ class GraphedStep:
         buffers = TrainBatch(*(tensor.clone() for tensor in batch.tensors()))
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # a graph has memory of its own: what plain steps held would stay beside it
         first = next(iter(self.graphs.values()), None)
         with torch.cuda.graph(graph, pool=first[0].pool() if first else None):  # graphs never run at the same time
             values = self.step([buffers], depth)
