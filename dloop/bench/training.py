@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -67,8 +68,8 @@ class Kept(saved_tensors_hooks):
         self.known = {weight.untyped_storage().data_ptr() for weight in weights}
         self.holders = Counter[int]()
         self.now = self.most = 0
-        disable: Callable[[Callable[[Tensor], Held]], Callable[[Tensor], Held]] = torch.compiler.disable
-        super().__init__(disable(self._pack), lambda held: held.tensor)
+        pack = cast(Callable[[Tensor], Held], torch.compiler.disable(self._pack))  # pyright: ignore[reportUnknownMemberType]
+        super().__init__(pack, lambda held: held.tensor)
 
     def _pack(self, tensor: Tensor) -> "Held":
         return Held(tensor, self)
