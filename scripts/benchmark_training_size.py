@@ -83,7 +83,8 @@ def step_of(host: str, variant: str, command: Command, target: HFTarget) -> Step
     objective = objective_of(built(host, shape_of(command.shape), target), target.vocabulary, settings)
     if "compile" in extras:
         objective.compile_parts()
-    features = partial(features_of, target, objective.model.config.target_layer_ids, last=objective.reads_teacher)
+    taps, last = objective.model.config.target_layer_ids, objective.reads_teacher
+    features = partial(features_of, target, taps, last=last, compiled="compile" in extras)
     step = Step(objective, features, Optimizer(objective.model.parameters(), 1.0))
     return GraphedStep(step) if "graphs" in extras else step
 

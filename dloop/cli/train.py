@@ -141,7 +141,11 @@ class Command(Common):
         False, "run stages anew for the gradient instead of keeping what they computed: less memory", group="speed"
     )
     cache_features: bool = option(False, "run the target once and keep its features in device memory", group="speed")
-    compile: bool = option(False, "compile a block drafter's layers, and the work on the vocabulary", group="speed")
+    compile: bool = option(
+        False,
+        "fuse what runs between matrix products: the target's layers, a block drafter's, work on the vocabulary",
+        group="speed",
+    )
     cuda_graphs: bool = option(False, "replay steps as CUDA graphs", group="speed")
 
 

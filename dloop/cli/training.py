@@ -211,7 +211,7 @@ def build_step(
     if command.cache_features:
         features = cache_features(target, data, taps, max(command.batch_size, 16), last=last)
     else:
-        features = partial(features_of, target, taps, last=last)
+        features = partial(features_of, target, taps, last=last, compiled=command.compile)
     step = Step(objective, features, optimizer)
     if not command.cuda_graphs:
         return step

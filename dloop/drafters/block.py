@@ -104,6 +104,13 @@ class BlockModel(HostModel):
     ) -> tuple[Float[Tensor, "... k V"], Tensor | None]:
         """(logits of whole stages whose previous tokens are known, what else the family's loss reads)."""
 
+    def compile_layers(self) -> None:
+        """Let a compiler fuse what runs between the matrix products; names and weights stay."""
+        for module in (*self.layers, self.norm, self.hidden_norm):
+            module.compile()
+        for layer in self._layers():
+            vars(layer.self_attn)["project"] = torch.compile(layer.self_attn.project)
+
     def _layers(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 

@@ -139,13 +139,17 @@ class HFTarget:
         *,
         positions: Int[Tensor, "#B T"] | None = None,
         last: bool = True,
+        compiled: bool = False,
     ) -> "BatchFeatures":
         """Features of whole right-padded sequences, for training: no memory, no gradient, no head.
 
-        `positions`: 0..T-1 by default. Without `last` the layers above the last tapped one are left out where they can.
+        `positions`: 0..T-1 by default. Without `last` the layers above the last tapped one are left out, and
+        `compiled` layers are fused, where they run directly.
         """
         if runs_directly(self.config):
-            return BatchFeatures(*run_layers(self.backbone, tokens, taps, positions=positions, last=last))
+            return BatchFeatures(
+                *run_layers(self.backbone, tokens, taps, positions=positions, last=last, compiled=compiled)
+            )
         inputs: dict[str, object] = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
         return BatchFeatures(*self.run(inputs, taps))
 

@@ -98,10 +98,8 @@ class BlockObjective(Objective):
         return (1 - share) * host / (totals.host + EPSILON) + share * loop / (totals.loop + EPSILON)
 
     def compile_parts(self) -> None:
-        """The layers too: a step's stages run each of them a few times, every time with more keys."""
         super().compile_parts()
-        for layer in self.model.layers:
-            layer.compile(dynamic=False)
+        self.model.compile_layers()
 
     def mixed(self, terms: Float[Tensor, " t"]) -> Float[Tensor, ""]:
         """The weighted sum of the terms."""

@@ -17,15 +17,17 @@ from dloop.train.batch import TokenFile, TrainBatch
 SHARE = 0.6  # of the free device memory; the rest is for the step
 
 
-def features_of(target: HFTarget, taps: tuple[int, ...], batch: TrainBatch, *, last: bool = True) -> BatchFeatures:
+def features_of(
+    target: HFTarget, taps: tuple[int, ...], batch: TrainBatch, *, last: bool = True, compiled: bool = False
+) -> BatchFeatures:
     """The target's features of a batch, computed on the spot, at the positions its samples stand at.
 
-    `last`: whether the state after the final norm is needed too.
+    `last`: whether the state after the final norm is needed too. `compiled`: fuse the layers.
     """
     positions = None
     if batch.offsets is not None:
         positions = batch.offsets[:, None] + torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    return target.features(batch.tokens, taps, positions=positions, last=last)
+    return target.features(batch.tokens, taps, positions=positions, last=last, compiled=compiled)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 
 from dloop.drafters.host import HostModel
 from dloop.targets.hf import BatchFeatures
@@ -17,6 +18,8 @@ from dloop.train.losses import DSparkWeights, Sums
 from dloop.train.parallel import ALONE, Share
 from dloop.train.pieces import in_pieces
 from dloop.types import Vocabulary
+
+VARIANTS = 32  # of one compiled function: with and without gradients, in two layouts, of any number of keys
 
 
 class Loss(NamedTuple):
@@ -88,6 +91,7 @@ class Objective(nn.Module):
 
     def compile_parts(self) -> None:
         """Let a compiler fuse what most of a step is: here the work on the vocabulary, in every family's `row_sums`."""
+        dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
         name = "row_sums"
         setattr(self, name, torch.compile(getattr(self, name)))
 
