@@ -1,15 +1,23 @@
 """What only a GPU can show of trees: bfloat16 texts are plain decoding's to the last token, whatever is drafted."""
 
 import itertools
+from dataclasses import fields
 
 import pytest
 
 import dloop
 from dloop.batch import generate_many
+from dloop.drafters.block import BlockDrafter
+from dloop.drafters.config import BlockConfig
+from dloop.drafters.dflash import DFlash
+from dloop.drafters.domino import Domino
+from dloop.fast.drafter import FastBlockDrafter
 from dloop.sampling import sample_seed
 from dloop.settings import Settings
+from dloop.testing import fill, tiny_config
 
 pytestmark = pytest.mark.gpu
+K = 4
 SHAPES = ({"tree_budget": 64}, {"tree_budget": 64, "stage_tree_budget": 24}, {"tree_budget": 200})
 
 
@@ -29,6 +37,25 @@ def test_bfloat16_texts_of_trees_are_plain_decoding_s(pair):
         found = dloop.generate(target, drafter, prompt, 96, exact=True, **words)
         assert found.tokens == plain.tokens
         assert any(not r.draft.is_chain for r in found.rounds)
+
+
+@pytest.mark.parametrize("family", ["dflash", "domino"])
+def test_the_other_block_families_grow_their_trees_inside_the_graph(pair, family):
+    """Of random weights: what they draft is wrong, the text is not."""
+    target, demo = pair
+    shape = {each.name: getattr(demo.config, each.name) for each in fields(BlockConfig)}
+    shift = 1 if family == "dflash" else 0
+    config = tiny_config(family, shape | {"block_size": K + shift, "label_shift": shift}, None)
+    model = (DFlash if family == "dflash" else Domino)(config)
+    fill(model, seed=1)
+    model = model.to(target.dtype).to(target.device).eval().requires_grad_(False)
+    twin = BlockDrafter(name=family, family=family, model=model, vocabulary=target.vocabulary)
+    fast, prompt = FastBlockDrafter.of(twin), list(range(5, 29))
+    plain = dloop.generate(target, None, prompt, 24, stop_token_ids=()).tokens
+    for gate, stage_budget in ((1.0, 0), (float("-inf"), 8)):
+        words = {"loop_gate": gate, "max_stages": 2, "tree_budget": 24, "stage_tree_budget": stage_budget}
+        found = dloop.generate(target, fast, prompt, 24, stop_token_ids=(), **words)
+        assert found.tokens == plain and any(not r.draft.is_chain for r in found.rounds)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
