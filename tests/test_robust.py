@@ -27,7 +27,7 @@ from dloop.train import step as train_step
 from dloop.train.acceptance import measure
 from dloop.train.alarms import STEPS, Frozen, shift_of_labels
 from dloop.train.batch import TokenFile, samples_of_batch
-from dloop.train.checkpoint import JUDGED, STATE, best, checkpoints, latest, prune, tau_of
+from dloop.train.checkpoint import JUDGED, STATE, Progress, best, checkpoints, latest, prune, tau_of
 from dloop.train.log import Log
 from dloop.train.objective import ObjectiveSettings
 from dloop.train.objectives import objective_of
@@ -70,9 +70,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 # going on
 
 
-def test_a_run_killed_ten_times_ends_with_the_parameters_of_an_unbroken_one(folders, monkeypatch):
+@pytest.mark.parametrize("interval", ["1", "5"])  # of the log: checkpoints at every second step fall between its lines
+def test_a_run_killed_ten_times_ends_with_the_parameters_of_an_unbroken_one(folders, monkeypatch, interval):
     """In the midst of a step, at ten places drawn at random; nothing is saved on the way out."""
-    assert entry(long_command(folders, "whole")) == 0
+    assert entry(long_command(folders, "whole", "--log-interval", interval)) == 0
     inner, left = Step.loss, [0]
 
     def dying(*given):
@@ -87,10 +88,11 @@ def test_a_run_killed_ten_times_ends_with_the_parameters_of_an_unbroken_one(fold
     for number in range(10):
         done = int(latest(folders / "out").name.split("_")[-1]) if number and latest(folders / "out") else 0
         left[0] = draw.randint(1, min(3, 12 - done))
-        ends.append(entry(long_command(folders, "out", *(["--resume"] if done else []))))
+        more = ["--log-interval", interval, *(["--resume"] if done else [])]
+        ends.append(entry(long_command(folders, "out", *more)))
     left[0] = 0
     assert ends == [130] * 10
-    assert entry(long_command(folders, "out", "--resume")) == 0
+    assert entry(long_command(folders, "out", "--log-interval", interval, "--resume")) == 0
     assert same(state_of(folders / "whole"), state_of(folders / "out"))
     assert logged(folders / "whole") == logged(folders / "out")
 
@@ -145,14 +147,41 @@ def test_sigkill_at_steps_and_in_the_midst_of_a_save_changes_no_bit(folders):
 def test_what_was_logged_beyond_a_checkpoint_is_dropped(tmp_path):
     path = tmp_path / "train.csv"
     names = ("loss",)
-    log = Log(path, names, 0, lambda step: [])
+    log = Log(path, names, Progress(), lambda step: [])
     for step in (1, 2, 3):
         log.add(torch.tensor([float(step)]))
         log.line(step, 0, 0.1)
-    Log(path, names, 2, lambda step: [])
+    Log(path, names, Progress(step=2), lambda step: [])
     assert [row.split(",")[0] for row in path.read_text().splitlines()] == ["step", "1", "2"]
-    Log(path, names, 0, lambda step: [])
+    Log(path, names, Progress(), lambda step: [])
     assert path.read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "part"),
+    [
+        (lambda text: text + "2,0,3.9", None),
+        (lambda text: text + "junk", None),
+        (lambda text: text.replace("\r\n2,", "\r\ntwo,"), "line 3 is damaged ('two,"),
+        (lambda text: text.replace("\r\n2,0,", "\r\n2,"), "line 3 is damaged ('2,"),
+        (lambda text: text.replace("step", "stop", 1), "line 1 is damaged ('stop,"),
+        (lambda text: text.replace("\r\n1,", "\r\n\x00,"), "line 2 is damaged"),
+    ],
+    ids=["torn", "junk", "word", "field", "header", "null"],
+)
+def test_a_damaged_log_is_mended_where_it_is_torn_and_named_elsewhere(folders, capsys, spoil, part):
+    assert entry(long_command(folders, "out")) == 0
+    path = folders / "out" / "train.csv"
+    before = path.read_bytes().decode()
+    path.write_bytes(spoil(before).encode())
+    capsys.readouterr()
+    assert entry(long_command(folders, "out", "--resume")) == (0 if part is None else 2)
+    err = capsys.readouterr().err.strip()
+    if part is None:
+        assert "train.csv: its last line" in err and path.read_bytes().decode() == before
+    else:
+        assert "\n" not in err and part in err and "move the file away" in err
+        assert path.read_bytes() == spoil(before).encode()
 
 
 # the breaker and the alarms

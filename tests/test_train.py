@@ -26,7 +26,7 @@ from dloop.train.optim import Optimizer, learning_rate
 from dloop.train.packed import PackedStages
 from dloop.train.replay import total, trace, walk
 from dloop.train.start import from_target
-from dloop.train.trainer import Step, TrainSettings, columns, depth_at, epoch_at, steps_of_epochs, train
+from dloop.train.trainer import START, Step, TrainSettings, columns, depth_at, epoch_at, steps_of_epochs, train
 from dloop.types import Features, StageRequest
 
 
@@ -271,12 +271,12 @@ def run_steps(pair, data, folder, num_steps, done=0, stop_after=None):
     model = tiny_drafter(target, family=drafter.family).model.requires_grad_(True)
     objective = objective_of(model, target.vocabulary, ObjectiveSettings(num_anchors=6))
     optimizer = Optimizer(model.parameters(), 1.0)
-    if done:
-        assert resume(latest(folder), model, optimizer, "same").step == done
+    begun = resume(latest(folder), model, optimizer, "same") if done else START
+    assert begun.step == done
     step = Step(objective, lambda batch: target.features(batch.tokens, drafter.taps), optimizer)
     settings = TrainSettings(num_steps=num_steps, batch_size=4, learning_rate=1e-2, log_interval=1, save_interval=1000)
     losses = []
-    stream = train(step, data, settings, folder, done=done, keeping=Keeping("same"))
+    stream = train(step, data, settings, folder, begun=begun, keeping=Keeping("same"))
     for record in stream:
         losses.append(record.values)
         if record.step == stop_after:

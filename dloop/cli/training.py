@@ -32,7 +32,7 @@ from dloop.misfits import check_pair
 from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
 from dloop.train.cache import cache_features, features_of
-from dloop.train.checkpoint import Keeping, best, latest, resume, tau_of
+from dloop.train.checkpoint import Keeping, Progress, best, latest, resume, tau_of
 from dloop.train.flex import Attention, check_flex
 from dloop.train.losses import DSparkWeights
 from dloop.train.objective import Objective, ObjectiveSettings
@@ -41,6 +41,7 @@ from dloop.train.optim import Optimizer
 from dloop.train.parallel import ALONE, Share, from_environment, join, shard
 from dloop.train.start import choose_vocabulary, fresh
 from dloop.train.trainer import (
+    START,
     GraphedStep,
     Record,
     Step,
@@ -94,15 +95,15 @@ def work(command: Command, share: Share, device: str) -> int:
     if share.world > 1 and command.parallel == "fsdp":
         shard(objective)
     optimizer = Optimizer(model.parameters(), command.max_grad_norm)
-    done = 0 if command.dry_run else begin(command, model, optimizer, fingerprint)
+    begun = START if command.dry_run else begin(command, model, optimizer, fingerprint)
     step = build_step(command, objective, target, data, optimizer)
     if command.dry_run:
         show_plan(command, data, target, step, settings)
         return 0
     keeping = Keeping(fingerprint, command.keep_last, None if share.rank else judge_of(command, target))
     with nullcontext() if share.rank else tracker_of(command) as tracker:
-        stream = train(step, data, settings, command.output_dir, done=done, keeping=keeping)
-        records = follow(tracked(stream, tracker, columns(objective)), settings, done)
+        stream = train(step, data, settings, command.output_dir, begun=begun, keeping=keeping)
+        records = follow(tracked(stream, tracker, columns(objective)), settings, begun.step)
     report(command, records, settings, columns(objective))
     return 0
 
@@ -229,14 +230,14 @@ def attention_of(command: Command, config: HostConfig, device: torch.device) -> 
     return command.attention
 
 
-def begin(command: Command, model: HostModel, optimizer: Optimizer, fingerprint: str) -> int:
-    """Steps already done: those of the checkpoint resumed from, or 0 in a folder that holds none."""
+def begin(command: Command, model: HostModel, optimizer: Optimizer, fingerprint: str) -> Progress:
+    """What is done already: by the checkpoint resumed from, or nothing in a folder that holds none."""
     found = latest(command.output_dir)
     if command.resume and found is not None:
-        return resume(found, model, optimizer, fingerprint).step
+        return resume(found, model, optimizer, fingerprint)
     if found is not None:
         raise UserError(f"{command.output_dir} already holds {found.name}; add --resume or choose another --output-dir")
-    return 0
+    return START
 
 
 def fingerprint_of(command: Command, model: HostModel, settings: TrainSettings, data: TokenFile) -> str:

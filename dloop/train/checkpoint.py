@@ -5,7 +5,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -38,8 +38,9 @@ class Keeping:
 class Progress(NamedTuple):
     """How far a run has come."""
 
-    epoch: int
-    step: int  # optimiser steps done
+    epoch: int = 0
+    step: int = 0  # optimiser steps done
+    pending: Sequence[Tensor] = ()  # what the steps since the last line of the log reported
 
 
 class State(NamedTuple):
@@ -76,6 +77,7 @@ def save(output_dir: Path, progress: Progress, config: HostConfig, found: State,
     state = {
         "epoch": progress.epoch,
         "step": progress.step,
+        "pending": list(progress.pending),
         "fingerprint": fingerprint,
         "masters": masters,
         "optimizer": adam,
@@ -168,7 +170,7 @@ def resume(folder: Path, model: HostModel, optimizer: Optimizer, fingerprint: st
     """
     try:
         state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-        found = [state[key] for key in ("fingerprint", "epoch", "step", "masters", "optimizer")]
+        found = [state[key] for key in ("fingerprint", "epoch", "step", "pending", "masters", "optimizer")]
     except Exception as error:  # a damaged archive raises whatever its readers trip over
         raise UserError(
             f"{folder / STATE} cannot be read ({type(error).__name__}); remove that folder to go on before it"
@@ -190,7 +192,8 @@ def resume(folder: Path, model: HostModel, optimizer: Optimizer, fingerprint: st
             moments[name] = like(value, optimizer.parameters[index])
     optimizer.adam.load_state_dict(state["optimizer"])
     optimizer.adam.param_groups[0]["lr"] = optimizer.rate  # the loaded copy is no longer the tensor that set_rate fills
-    return Progress(int(state["epoch"]), int(state["step"]))
+    pending = [values.to(optimizer.rate.device) for values in state["pending"]]
+    return Progress(int(state["epoch"]), int(state["step"]), pending)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ from dloop.train.optim import learning_rate
 from dloop.train.parallel import ALONE, Share, wait
 from dloop.train.step import GraphedStep, Step, columns
 
-ALL = Keeping()
+ALL, START = Keeping(), Progress()
 logger = logging.getLogger("dloop")
 
 
@@ -61,7 +61,7 @@ class Run:
         optimizer, model = self.step_once.optimizer, self.step_once.objective.model
         with self.interrupt.held():
             self.log.check(step)
-            progress = Progress(epoch_at(step, self.data, self.settings), step)
+            progress = Progress(epoch_at(step, self.data, self.settings), step, self.log.pending)
             found = collect(model, optimizer)
             if not self.settings.share.rank:
                 folder = save(self.output_dir, progress, model.config, found, self.keeping.fingerprint)
@@ -95,19 +95,19 @@ def train(
     settings: TrainSettings,
     output_dir: Path,
     *,
-    done: int = 0,
+    begun: Progress = START,
     keeping: Keeping = ALL,
 ) -> Iterator[Record]:
-    """Train from step `done` on; yield a record every `log_interval` steps. Saves on the way, at the end, and when
-    interrupted (Ctrl-C or the consumer's close), but not what a step left half done. Raises RuntimeError, and saves no
-    more, once a value is not finite.
+    """Train on from where it has `begun`; yield a record every `log_interval` steps. Saves on the way, at the end, and
+    when interrupted (Ctrl-C or the consumer's close), but not what a step left half done. Raises RuntimeError, and
+    saves no more, once a value is not finite.
     """
     check(settings)
     share = settings.share
-    stream = parts_of_steps(data, settings, done)
+    stream = parts_of_steps(data, settings, begun.step)
     path = None if share.rank else output_dir / "train.csv"
-    log = Log(path, columns(step_once.objective), done, partial(samples_of_step, data, settings))
-    saved = step = done
+    log = Log(path, columns(step_once.objective), begun, partial(samples_of_step, data, settings))
+    saved = step = begun.step
     frozen = Frozen(step_once.objective.model)
     run = Run(step_once, data, settings, output_dir, keeping, Interrupt(), log, frozen)
     try:
