@@ -19,6 +19,7 @@ from test_train import command, token_file, written
 
 import dloop
 import dloop.checkpoint
+from dloop.cli import train_watch
 from dloop.cli.main import entry
 from dloop.cli.train_watch import stale
 from dloop.records import acceptance_length
@@ -339,6 +340,31 @@ def test_checkpoints_are_measured_on_held_out_prompts(tmp_path, family, capsys):
     assert 1 <= len(found["stages"]) <= 4
 
 
+def test_a_checkpoint_killed_before_it_was_measured_is_measured_at_the_resume(folders, pair, capsys, monkeypatch):
+    held = token_file(folders / "held.npz", pair[0], samples=3, seed=9)
+    more = ["--eval-data-path", str(held), "--eval-max-new-tokens", "12", "--max-steps", "6"]
+    assert entry(long_command(folders, "whole", *more)) == 0
+
+    def dying(*given):
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_watch, "measure", dying)
+        assert entry(long_command(folders, "out", *more)) == 1
+    assert [path.name for path in checkpoints(folders / "out")] == ["epoch_0_step_2"] and best(folders / "out") is None
+    assert entry(long_command(folders, "out", *more, "--resume")) == 0
+    for path in checkpoints(folders / "whole"):
+        assert (path / JUDGED).read_bytes() == (folders / "out" / path.name / JUDGED).read_bytes()
+    other = token_file(folders / "other.npz", pair[0], samples=3, seed=8)
+    capsys.readouterr()
+    for words in (["--eval-gate", "0"], ["--eval-data-path", str(other)], ["--eval-max-new-tokens", "13"]):
+        assert entry(long_command(folders, "out", *more, "--resume", *words)) == 2
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "acceptance.json was measured with" in line and ("gate=-0.5, not 0.0" in line) == (words[1] == "0")
+    monkeypatch.setattr(train_watch, "measure", dying)  # nothing is measured twice
+    assert entry(long_command(folders, "out", *more, "--resume")) == 0
+
+
 def test_the_measured_length_is_that_of_real_decoding():
     target = tiny_target("qwen3", seed=5)
     prompt = [5, 9, 3, 11, 7]
@@ -372,8 +398,9 @@ def test_tensorboard_gets_every_value_where_it_is_installed(folders, capsys, mon
     seen = []
 
     class Writer:
-        def __init__(self, folder):
+        def __init__(self, folder, purge_step):
             seen.append(folder)
+            assert purge_step == 1, "what an unfinished run said of later steps is not shown"
 
         def add_scalar(self, name, value, step):
             seen.append((name, step))

@@ -1,5 +1,6 @@
 """What `dloop train` watches: acceptance on held-out prompts, alarms before the first step, trackers."""
 
+import hashlib
 import json
 import logging
 import sys
@@ -20,12 +21,14 @@ from dloop.cli.train_show import Tracker
 from dloop.data.prompts import Prompts, prompt_encoder, read_questions
 from dloop.drafters.host import HostModel
 from dloop.errors import UserError
+from dloop.records import Json, number
 from dloop.settings import Settings
 from dloop.targets.hf import HFTarget
 from dloop.train.acceptance import Acceptance, Text, measure
 from dloop.train.alarms import shift_of_labels
 from dloop.train.batch import TokenFile
 from dloop.train.cache import features_of
+from dloop.train.checkpoint import Ruler
 from dloop.train.objective import Objective
 
 AT_ONCE = 16  # texts that the target writes together
@@ -33,7 +36,7 @@ PROBED = 64  # samples that are read before the first step
 logger = logging.getLogger("dloop")
 
 
-def judge_of(command: Command, target: HFTarget) -> Callable[[HostModel], Acceptance] | None:
+def ruler_of(command: Command, target: HFTarget) -> Ruler | None:
     """What measures each checkpoint; None without --eval-data-path. The target writes its greedy texts now, once."""
     if command.eval_data_path is None:
         return None
@@ -44,7 +47,11 @@ def judge_of(command: Command, target: HFTarget) -> Callable[[HostModel], Accept
     if not texts:
         raise UserError(f"{command.eval_data_path}: {target.name} ends every answer at once; give other prompts")
     print(f"dloop train: each checkpoint is measured on {len(texts)} greedy texts", file=sys.stderr)
-    return partial(told, measure, target, texts, command.eval_gate)
+    facts: dict[str, Json] = {
+        "gate": number(command.eval_gate),
+        "texts_sha256": hashlib.sha256(repr(texts).encode()).hexdigest(),
+    }
+    return Ruler(partial(told, measure, target, texts, command.eval_gate), facts)
 
 
 def told(
@@ -156,8 +163,8 @@ def last_part(name: str) -> str:
     return Path(name).absolute().name.casefold()
 
 
-def tracker_of(command: Command) -> AbstractContextManager[Tracker | None]:
-    """What --report-to names. Raises UserError where it is not installed."""
+def tracker_of(command: Command, done: int) -> AbstractContextManager[Tracker | None]:
+    """What --report-to names; it shows nothing of steps beyond those `done`. Raises UserError where it is not there."""
     if command.report_to == "csv":
         return nullcontext()
     try:
@@ -167,4 +174,4 @@ def tracker_of(command: Command) -> AbstractContextManager[Tracker | None]:
             f"--report-to tensorboard needs a package that is not installed ({error}): pip install tensorboard, or "
             "use --report-to csv"
         ) from error
-    return closing(cast(Tracker, SummaryWriter(str(command.output_dir / "tensorboard"))))
+    return closing(cast(Tracker, SummaryWriter(str(command.output_dir / "tensorboard"), purge_step=done + 1)))

@@ -21,7 +21,7 @@ from dloop.cli.train_checks import make_writable, refuse_for_family, refuse_numb
 from dloop.cli.train_data import check_data, is_jsonl, read_jsonl
 from dloop.cli.train_plan import show_plan
 from dloop.cli.train_show import follow, tracked
-from dloop.cli.train_watch import judge_of, raise_alarms, tracker_of
+from dloop.cli.train_watch import raise_alarms, ruler_of, tracker_of
 from dloop.detect import detect_family
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.families import READERS
@@ -32,7 +32,7 @@ from dloop.misfits import check_pair
 from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
 from dloop.train.cache import cache_features, features_of
-from dloop.train.checkpoint import Keeping, Progress, best, latest, resume, tau_of
+from dloop.train.checkpoint import Keeping, Progress, best, judge_earlier, latest, resume, tau_of
 from dloop.train.flex import Attention, check_flex
 from dloop.train.losses import DSparkWeights
 from dloop.train.objective import Objective, ObjectiveSettings
@@ -100,8 +100,9 @@ def work(command: Command, share: Share, device: str) -> int:
     if command.dry_run:
         show_plan(command, data, target, step, settings)
         return 0
-    keeping = Keeping(fingerprint, command.keep_last, None if share.rank else judge_of(command, target))
-    with nullcontext() if share.rank else tracker_of(command) as tracker:
+    keeping = Keeping(fingerprint, command.keep_last, None if share.rank else ruler_of(command, target))
+    judge_earlier(command.output_dir, model, keeping.ruler)
+    with nullcontext() if share.rank else tracker_of(command, begun.step) as tracker:
         stream = train(step, data, settings, command.output_dir, begun=begun, keeping=keeping)
         records = follow(tracked(stream, tracker, columns(objective)), settings, begun.step)
     report(command, records, settings, columns(objective))

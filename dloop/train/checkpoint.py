@@ -17,7 +17,7 @@ from dloop import checkpoint
 from dloop.drafters.families import write_config
 from dloop.drafters.host import HostConfig, HostModel
 from dloop.errors import UserError
-from dloop.records import number
+from dloop.records import Json
 from dloop.train.acceptance import Acceptance
 from dloop.train.optim import Optimizer
 from dloop.train.parallel import gathered, like
@@ -27,12 +27,20 @@ NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
 
 
 @dataclass(frozen=True)
+class Ruler:
+    """What measures checkpoints, and the facts that make two measures comparable: they are recorded with each."""
+
+    measure: Callable[[HostModel], Acceptance]
+    facts: dict[str, Json]
+
+
+@dataclass(frozen=True)
 class Keeping:
     """What checkpoints carry, and which of them stay."""
 
     fingerprint: str = ""  # of all that decides the run's numbers
     last: int | None = None  # how many stay beside the best one; None: all
-    judge: Callable[[HostModel], Acceptance] | None = None
+    ruler: Ruler | None = None
 
 
 class Progress(NamedTuple):
@@ -100,22 +108,42 @@ def settle(path: Path) -> None:
         os.close(handle)
 
 
-def judge(folder: Path, model: HostModel, state: State, keeping: Keeping) -> None:
-    """Measure a new checkpoint's acceptance, if the run measures at all, and write it beside the weights."""
-    if keeping.judge is None:
+def judge(folder: Path, model: HostModel, masters: dict[str, Tensor], ruler: Ruler | None) -> None:
+    """Measure a checkpoint's acceptance, if the run measures at all, and write it beside the weights."""
+    if ruler is None:
         return
-    found = keeping.judge(rebuilt(model, state))
-    text = json.dumps({**found, "gate": number(found["gate"])}, indent=1, allow_nan=False) + "\n"
+    found = ruler.measure(rebuilt(model, masters))
+    text = json.dumps({**found, **ruler.facts}, indent=1, allow_nan=False) + "\n"
     partial = folder / f".{JUDGED}{PARTIAL}"
     partial.write_text(text)
     settle(partial)
     partial.replace(folder / JUDGED)
 
 
-def rebuilt(model: HostModel, state: State) -> HostModel:
+def judge_earlier(output_dir: Path, model: HostModel, ruler: Ruler | None) -> None:
+    """Measure the checkpoints that a killed run left unmeasured. Raises UserError where others were measured otherwise:
+    the best one could not be told.
+    """
+    if ruler is None:
+        return
+    ordered = sorted(checkpoints(output_dir), key=lambda path: steps_of(path.name))
+    for path in (folder / JUDGED for folder in ordered if tau_of(folder) > -math.inf):
+        known = json.loads(path.read_text())
+        for name, value in ruler.facts.items():
+            if known.get(name) != value:
+                raise UserError(
+                    f"{path} was measured with {name}={known.get(name)}, not {value}; resume with the same --eval-... "
+                    "flags, or choose another --output-dir"
+                )
+    for folder in ordered:
+        if tau_of(folder) == -math.inf:
+            judge(folder, model, read_state(folder)["masters"], ruler)
+
+
+def rebuilt(model: HostModel, masters: dict[str, Tensor]) -> HostModel:
     """A drafter of its own with these weights."""
-    fresh = type(model)(model.config).to(next(iter(state.masters.values())).device)
-    fresh.load_state_dict(state.masters)
+    fresh = type(model)(model.config).to(next(model.parameters()).device)
+    fresh.load_state_dict(masters)
     return fresh
 
 
@@ -168,19 +196,13 @@ def resume(folder: Path, model: HostModel, optimizer: Optimizer, fingerprint: st
 
     Raises UserError if the state is damaged, not finite, or of other settings.
     """
-    try:
-        state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-        found = [state[key] for key in ("fingerprint", "epoch", "step", "pending", "masters", "optimizer")]
-    except Exception as error:  # a damaged archive raises whatever its readers trip over
-        raise UserError(
-            f"{folder / STATE} cannot be read ({type(error).__name__}); remove that folder to go on before it"
-        ) from error
+    state = read_state(folder)
     if state["fingerprint"] != fingerprint:
         raise UserError(
             f"{folder} was written by a run with other settings ({state['fingerprint']} instead of {fingerprint}); "
             "resume with the same settings or choose another --output-dir"
         )
-    if not all_finite(tensors_in(found)):
+    if not all_finite(tensors_in(state)):
         raise UserError(
             f"{folder} holds values that are not finite: its run had diverged; remove it to go on from the one before, "
             "or start anew with a lower --learning-rate"
@@ -194,6 +216,17 @@ def resume(folder: Path, model: HostModel, optimizer: Optimizer, fingerprint: st
     optimizer.adam.param_groups[0]["lr"] = optimizer.rate  # the loaded copy is no longer the tensor that set_rate fills
     pending = [values.to(optimizer.rate.device) for values in state["pending"]]
     return Progress(int(state["epoch"]), int(state["step"]), pending)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """All that `save` put there. Raises UserError if it is damaged."""
+    try:
+        state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+        return {key: state[key] for key in ("fingerprint", "epoch", "step", "pending", "masters", "optimizer")}
+    except Exception as error:  # a damaged archive raises whatever its readers trip over
+        raise UserError(
+            f"{folder / STATE} cannot be read ({type(error).__name__}); remove that folder to go on before it"
+        ) from error
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

@@ -65,7 +65,7 @@ class Run:
             found = collect(model, optimizer)
             if not self.settings.share.rank:
                 folder = save(self.output_dir, progress, model.config, found, self.keeping.fingerprint)
-                judge(folder, model, found, self.keeping)
+                judge(folder, model, found.masters, self.keeping.ruler)
                 prune(self.output_dir, self.keeping.last)
             wait()
 
