@@ -409,6 +409,12 @@ def test_labels_are_shown_and_what_is_empty_or_cut_is_counted(ending, tmp_path, 
     assert (found["samples"], found["empty"], found["truncated"], found["skipped"]) == (2, 1, 2, {"bad JSON": 1})
 
 
+@pytest.mark.parametrize("name", ["d.npz", "d.jsonl"])
+def test_a_file_that_is_not_there_is_named_by_its_own_flag(ending, tmp_path, capsys, name):
+    assert entry(["data", "inspect", "--model", str(ending), "--data", str(tmp_path / name)]) == 2
+    assert f"--data {tmp_path / name} does not exist" in capsys.readouterr().err
+
+
 # the whole way
 
 

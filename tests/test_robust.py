@@ -386,9 +386,10 @@ def test_held_out_questions_are_asked_in_the_chat_template(tmp_path, capsys):
     (where / "held.jsonl").write_text('{"prompt": "Hello"}\n{"turns": ["Why?"]}\nno JSON\n')
     more = ["--eval-data-path", str(where / "held.jsonl"), "--eval-max-new-tokens", "8"]
     assert entry(command(where, *more)) == 0
-    assert "measured on 2 greedy texts" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "measured on 2 greedy texts" in err and "held.jsonl: left out 1: bad JSON (line 3)" in err
     assert entry(command(where, *more[:1], "absent.jsonl", "--output-dir", str(where / "o"))) == 2
-    assert "absent.jsonl does not exist" in capsys.readouterr().err
+    assert "--eval-data-path absent.jsonl cannot be read" in capsys.readouterr().err
 
 
 # trackers

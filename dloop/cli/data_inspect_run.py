@@ -51,7 +51,7 @@ def tokenizer_of(name: str) -> Tokenizer:
 def samples(command: Command, tokenizer: Tokenizer, account: Account) -> Iterator[tuple[int, Sample]]:
     """(line, sample) of all that is usable; the rest goes to the account."""
     if command.data.suffix == ".npz":
-        data = TokenFile.read(command.data, sys.maxsize)
+        data = TokenFile.read(command.data, sys.maxsize, "--data")
         yield from ((index + 1, data.sample(index)) for index in range(len(data)))
         return
     if not command.data.is_file():

@@ -120,14 +120,11 @@ def judge(folder: Path, model: HostModel, masters: dict[str, Tensor], ruler: Rul
     partial.replace(folder / JUDGED)
 
 
-def judge_earlier(output_dir: Path, model: HostModel, ruler: Ruler | None) -> None:
-    """Measure the checkpoints that a killed run left unmeasured. Raises UserError where others were measured otherwise:
-    the best one could not be told.
-    """
+def check_measures(output_dir: Path, ruler: Ruler | None) -> None:
+    """Raises UserError where checkpoints were measured by another ruler: the best one could not be told."""
     if ruler is None:
         return
-    ordered = sorted(checkpoints(output_dir), key=lambda path: steps_of(path.name))
-    for path in (folder / JUDGED for folder in ordered if tau_of(folder) > -math.inf):
+    for path in (folder / JUDGED for folder in checkpoints(output_dir) if tau_of(folder) > -math.inf):
         known = json.loads(path.read_text())
         for name, value in ruler.facts.items():
             if known.get(name) != value:
@@ -135,8 +132,12 @@ def judge_earlier(output_dir: Path, model: HostModel, ruler: Ruler | None) -> No
                     f"{path} was measured with {name}={known.get(name)}, not {value}; resume with the same --eval-... "
                     "flags, or choose another --output-dir"
                 )
-    for folder in ordered:
-        if tau_of(folder) == -math.inf:
+
+
+def judge_earlier(output_dir: Path, model: HostModel, ruler: Ruler | None) -> None:
+    """Measure the checkpoints that a killed run left unmeasured."""
+    for folder in checkpoints(output_dir):
+        if ruler and tau_of(folder) == -math.inf:
             judge(folder, model, read_state(folder)["masters"], ruler)
 
 

@@ -17,6 +17,7 @@ from dloop.data.answers import whole
 from dloop.errors import UserError
 from dloop.train.checkpoint import Progress
 
+FIXED = ("step", "epoch", "rate", "step_ms")  # columns before a family's own
 logger = logging.getLogger("dloop")
 
 
@@ -41,7 +42,7 @@ class Log:
         """
         self.path, self.samples = path, samples
         if path is not None:
-            begin(path, ("step", "epoch", "rate", "step_ms", *names), begun.step)
+            begin(path, names, begun.step)
         self.pending = list(begun.pending)
         self.resumed = len(self.pending)  # steps of another sitting, which took no time in this one
         self.started = time.perf_counter()
@@ -78,18 +79,23 @@ class Log:
         return Record(step, epoch, rate, elapsed, values)
 
 
-def begin(path: Path, header: tuple[str, ...], done: int) -> None:
+def begin(path: Path, names: tuple[str, ...], done: int) -> None:
     """Write the header, and of an earlier log the lines up to `done`. Raises UserError where it is damaged."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [row for row in earlier(path, header) if int(row[0]) <= done] if done and path.exists() else []
     text = io.StringIO(newline="")
-    csv.writer(text).writerows([header, *kept])
+    csv.writer(text).writerows([(*FIXED, *names), *earlier(path, names, done)])
     with whole(path) as file:
         file.write(text.getvalue().encode())
 
 
-def earlier(path: Path, header: tuple[str, ...]) -> list[list[str]]:
-    """The lines of a log that a killed run left; one that it did not finish is none."""
+def earlier(path: Path, names: tuple[str, ...], done: int) -> list[list[str]]:
+    """The lines up to `done` of a log that a killed run left; one that it did not finish is none.
+
+    Raises UserError where another is damaged.
+    """
+    if not done or not path.exists():
+        return []
+    header = (*FIXED, *names)
     lines = path.read_bytes().decode(errors="replace").splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):
         logger.warning(f"{path}: its last line, {lines.pop()!r}, was not finished and is left out")
@@ -100,7 +106,7 @@ def earlier(path: Path, header: tuple[str, ...]) -> list[list[str]]:
                 f"{path}, line {number} is damaged ({','.join(row)[:50]!r}); mend it, or move the file away to go on "
                 "with a new one"
             )
-    return rows[1:]
+    return [row for row in rows[1:] if int(row[0]) <= done]
 
 
 def is_line(row: list[str], width: int) -> bool:

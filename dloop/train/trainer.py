@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dloop.errors import UserError
 from dloop.train.alarms import Frozen
 from dloop.train.batch import TokenFile, TrainBatch, batches, samples_of_batch
 from dloop.train.checkpoint import Keeping, Progress, collect, judge, prune, save
@@ -102,7 +101,6 @@ def train(
     when interrupted (Ctrl-C or the consumer's close), but not what a step left half done. Raises RuntimeError, and
     saves no more, once a value is not finite.
     """
-    check(settings)
     share = settings.share
     stream = parts_of_steps(data, settings, begun.step)
     path = None if share.rank else output_dir / "train.csv"
@@ -186,10 +184,3 @@ def epoch_at(step: int, data: TokenFile, settings: TrainSettings) -> int:
 def steps_of_epochs(num_epochs: int, data: TokenFile, settings: TrainSettings) -> int:
     """Steps in so many passes, at least 1: batches that do not fill a last step are left out once, not every pass."""
     return max(1, num_epochs * batches_per_epoch(data, settings) // settings.accumulation_steps)
-
-
-def check(settings: TrainSettings) -> None:
-    """Refuse counts that cannot be. Raises UserError."""
-    for name in ("num_steps", "batch_size", "accumulation_steps", "log_interval", "save_interval"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"{name}={getattr(settings, name)} must be at least 1")
