@@ -39,6 +39,7 @@ from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
 from dloop.train.cache import cache_features, features_of
 from dloop.train.checkpoint import Keeping, Progress, best, check_measures, judge_earlier, latest, resume, tau_of
+from dloop.train.failing import ending_together
 from dloop.train.flex import Attention, check_flex
 from dloop.train.log import earlier
 from dloop.train.losses import DSparkWeights
@@ -70,11 +71,12 @@ def run(command: Command) -> int:
     if share.world > 1 and device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     join(share, check_device(device), command.dist_timeout)
-    if not share.rank:
-        return work(command, share, device)
-    logging.getLogger("dloop").setLevel(logging.ERROR)  # one process speaks for all
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        return work(command, share, device)
+    with ending_together(share):
+        if not share.rank:
+            return work(command, share, device)
+        logging.getLogger("dloop").setLevel(logging.ERROR)  # one process speaks for all
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            return work(command, share, device)
 
 
 def work(command: Command, share: Share, device: str) -> int:

@@ -116,11 +116,12 @@ def train(
             if record := run.note(step, values):
                 yield record
             if step % settings.save_interval == 0:
+                saved = step  # what fails once is not tried again
                 run.keep(step)
-                saved = step
     finally:
         try:
-            if step != saved and not run.interrupt.insisted and not step_once.torn:
+            together = share.world == 1 or run.interrupt.agreed or step == settings.num_steps
+            if step != saved and together and not run.interrupt.insisted and not step_once.torn:
                 run.keep(step)
         finally:
             run.interrupt.restore()
