@@ -404,6 +404,11 @@ def test_labels_are_shown_and_what_is_empty_or_cut_is_counted(ending, tmp_path, 
     assert entry([*base, "--color", "always", "--line", "1"]) == 0
     out = capsys.readouterr().out
     assert "\x1b[1;32mbcd</assistant>\x1b[0m" in out and "\x1b[2m<user>A?</user><assistant>\x1b[0m" in out
+    for line, part in (("4", "has 3 lines"), ("0", "has 3 lines"), ("2", "is left out: bad JSON")):
+        for more in ([], ["--json"]):
+            assert entry([*base, "--line", line, *more]) == 2
+            out, err = capsys.readouterr()
+            assert out == "" and err.count("\n") == 1 and f"--line {line}" in err and part in err
     assert entry([*base, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["samples"], found["empty"], found["truncated"], found["skipped"]) == (2, 1, 2, {"bad JSON": 1})
