@@ -14,9 +14,10 @@ from dloop.drafters.block import BlockModel
 from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.families import loaded
 from dloop.drafters.host import HostModel
+from dloop.gates.walk import figures
 from dloop.records import acceptance_length
 from dloop.targets.hf import HFTarget
-from dloop.train.replay import total, trace, walk
+from dloop.train.replay import trace, walk
 from dloop.types import Round
 
 NEVER_OPENS = 1.0
@@ -57,7 +58,7 @@ def replayed(model: BlockModel, target: HFTarget, texts: Sequence[Text], gate: f
         whole = [(each.accepted[:, :stage] == each.stage_len).all(1) for each in traces]
         found = torch.cat([each.accepted[kept, stage] for each, kept in zip(traces, whole, strict=True)])
         tallies.append(Tally(int(found.sum()), len(found)))
-    taus = [total(walk(each, at) for each in traces).acceptance_length for at in (gate, NEVER_OPENS)]
+    taus = [figures([walk(each, at) for each in traces], None).acceptance_length_pooled for at in (gate, NEVER_OPENS)]
     return summed(taus, tallies, len(texts))
 
 
