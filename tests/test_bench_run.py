@@ -425,6 +425,8 @@ def test_settings_beside_one_another_are_what_they_are_alone(tiny, measured, tmp
             ["baseline loop-gate=1", "dtype=bfloat16"],
             "--beside 'dtype=bfloat16' changes dtype, which all settings share",
         ),
+        (["help"], "--beside 'help' names no setting; dloop bench --help explains the flags"),
+        (["loop-gate=1 help"], "names no setting"),
         (["max-samples=3"], "--beside 'max-samples=3' changes max-samples, which all settings share"),
         (["baseline", "baseline temperature=0.5"], "--beside 'baseline temperature=0.5' is a setting that is measured"),
         (["looped-gate=1"], "--looped-gate is not a flag of dloop bench --beside; did you mean --loop-gate"),
@@ -525,6 +527,7 @@ def test_bench_takes_every_argument_of_the_api():
         ({"loop_gate": -0.5}, "loop-gate=-0.5"),
         ({"loop_gate": -math.inf, "gate_sum": "all"}, "loop-gate=-inf,gate-sum=all"),
         ({"tree_budget": 64, "tree_beta": -0.2}, "tree-budget=64"),
+        ({"loop_gate": -0.12345678, "temperature": 1.0}, "loop-gate=-0.12345678,temperature=1"),
         ({"stop_token_ids": (1, 2), "chat": False}, "stop-token-ids=1+2,chat=False"),
         ({"max_samples": 3, "device": "cpu", "overwrite": True}, "host"),
     ],
@@ -537,6 +540,24 @@ def test_a_setting_is_named_by_what_differs(given, name):
 def test_the_offline_target_has_a_drafter_of_its_own(capsys):
     assert bench.drafter_name(bench.Command(model="smollm2", dataset="gsm8k"), "dloop bench") == "demo"
     assert capsys.readouterr().err.startswith("dloop bench: without --draft-model")
+
+
+def test_the_drafter_that_is_taken_is_told_once_for_all_settings(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("dloop.bench.run.bench", lambda commands, names, drafters: seen.append(drafters))
+    words = [
+        "bench",
+        "--model",
+        "smollm2",
+        "--dataset",
+        "gsm8k",
+        "--beside",
+        "loop-gate=-1",
+        "loop-gate=-2",
+        "baseline",
+    ]
+    assert entry(words) == 0
+    assert seen == [["demo", "demo", "demo", None]] and capsys.readouterr().err.count("without --draft-model") == 1
 
 
 @pytest.mark.parametrize(

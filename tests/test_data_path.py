@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+import time
 import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -272,6 +273,39 @@ def test_a_request_that_no_try_betters_fails_at_once_and_dead_servers_end_the_ru
     assert "no server answers any more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("fault", ["gone", 404, 401, 500, 400, "empty"])
+@pytest.mark.parametrize("first", [True, False])
+def test_no_conversation_is_lost_to_a_server_at_fault_beside_a_sound_one(tmp_path, servers, capsys, fault, first):
+    """Two at a time, which the faulty one wins: it fails at once, and the sound one takes its time."""
+    write_lines(tmp_path / "in.jsonl", [{"prompt": f"{number}?"} for number in range(30)])
+
+    def slow(messages):
+        time.sleep(0.01)
+        return {"content": "yes"}
+
+    sound = servers(slow)
+    faulty = servers(lambda _: {"content": ""}, faults=[fault] * 999 if isinstance(fault, int) else ())
+    if fault == "gone":
+        faulty.stop()
+    addresses = (faulty, sound) if first else (sound, faulty)
+    line = words(tmp_path, *(each.address for each in addresses))
+    assert entry([*line, "--retries", "0", "--concurrency", "2"]) == 0
+    assert [row["line"] for row in rows(tmp_path / "out.jsonl")] == list(range(1, 31)) and len(sound.seen) == 30
+    told = capsys.readouterr().err.count(f"{faulty.address} is asked no more")
+    if fault in (400, "empty"):  # its word on a conversation, which another may contradict
+        assert told == 0
+    else:
+        assert told == 1 and len(faulty.seen) <= 20
+
+
+def test_a_server_that_is_away_for_a_while_is_waited_for(tmp_path, servers, capsys):
+    """Eight conversations break off at once: that is one failure of the server, not eight."""
+    write_lines(tmp_path / "in.jsonl", [{"prompt": f"{number}?"} for number in range(20)])
+    restarting = servers(faults=["drop"] * 24)
+    assert entry([*words(tmp_path, restarting.address), "--concurrency", "8", "--retry-wait", "0.05"]) == 0
+    assert "asked no more" not in capsys.readouterr().err and len(rows(tmp_path / "out.jsonl")) == 20
+
+
 @pytest.mark.parametrize(
     ("answer", "reason", "tries"),
     [
@@ -298,9 +332,10 @@ def test_whatever_a_server_says_ends_the_run_and_is_named(tmp_path, servers, cap
     assert len(server.seen) == tries and not (tmp_path / "out.jsonl").exists()
 
 
-def test_thoughts_stay_in_the_answer_and_a_cut_one_ends_its_conversation(tmp_path, servers):
+@pytest.mark.parametrize("thought", [{"reasoning_content": " Hm. "}, {"reasoning": "Hm.", "reasoning_content": None}])
+def test_thoughts_stay_in_the_answer_and_a_cut_one_ends_its_conversation(tmp_path, servers, thought):
     write_lines(tmp_path / "in.jsonl", [LINES[3]])
-    thinking = servers(lambda messages: {"content": "Yes.", "reasoning_content": " Hm. ", "why": "length"})
+    thinking = servers(lambda messages: {"content": "Yes.", "why": "length", **thought})
     assert entry([*words(tmp_path, thinking.address), "--thinking"]) == 0
     (row,) = rows(tmp_path / "out.jsonl")
     assert [turn["content"] for turn in row["conversations"]] == ["Three?", "<think>\nHm.\n</think>\n\nYes."]
@@ -369,9 +404,20 @@ def test_labels_are_shown_and_what_is_empty_or_cut_is_counted(ending, tmp_path, 
     assert entry([*base, "--color", "always", "--line", "1"]) == 0
     out = capsys.readouterr().out
     assert "\x1b[1;32mbcd</assistant>\x1b[0m" in out and "\x1b[2m<user>A?</user><assistant>\x1b[0m" in out
+    for line, part in (("4", "has 3 lines"), ("0", "has 3 lines"), ("2", "is left out: bad JSON")):
+        for more in ([], ["--json"]):
+            assert entry([*base, "--line", line, *more]) == 2
+            out, err = capsys.readouterr()
+            assert out == "" and err.count("\n") == 1 and f"--line {line}" in err and part in err
     assert entry([*base, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["samples"], found["empty"], found["truncated"], found["skipped"]) == (2, 1, 2, {"bad JSON": 1})
+
+
+@pytest.mark.parametrize("name", ["d.npz", "d.jsonl"])
+def test_a_file_that_is_not_there_is_named_by_its_own_flag(ending, tmp_path, capsys, name):
+    assert entry(["data", "inspect", "--model", str(ending), "--data", str(tmp_path / name)]) == 2
+    assert f"--data {tmp_path / name} does not exist" in capsys.readouterr().err
 
 
 # the whole way

@@ -383,7 +383,7 @@ def test_prompts_that_are_too_long_for_the_target_are_left_out():
     for line, text in enumerate(["12345", "123456"], 1):
         prompts.add(Question(line, [{"role": "user", "content": text}], asks_more=False))
     assert [len(prompt.tokens) for prompt in prompts.used] == [5]
-    assert dict(prompts.skipped) == {"prompt and --max-new-tokens exceed the target's context": [2]}
+    assert dict(prompts.skipped) == {"leaves no room for the answer in the target's context": [2]}
 
 
 def test_templates_write_what_decoding_writes():

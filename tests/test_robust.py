@@ -19,6 +19,7 @@ from test_train import command, token_file, written
 
 import dloop
 import dloop.checkpoint
+from dloop.cli import train_watch
 from dloop.cli.main import entry
 from dloop.cli.train_watch import stale
 from dloop.records import acceptance_length
@@ -27,7 +28,7 @@ from dloop.train import step as train_step
 from dloop.train.acceptance import measure
 from dloop.train.alarms import STEPS, Frozen, shift_of_labels
 from dloop.train.batch import TokenFile, samples_of_batch
-from dloop.train.checkpoint import JUDGED, STATE, best, checkpoints, latest, prune, tau_of
+from dloop.train.checkpoint import JUDGED, STATE, Progress, best, checkpoints, latest, prune, tau_of
 from dloop.train.log import Log
 from dloop.train.objective import ObjectiveSettings
 from dloop.train.objectives import objective_of
@@ -70,9 +71,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 # going on
 
 
-def test_a_run_killed_ten_times_ends_with_the_parameters_of_an_unbroken_one(folders, monkeypatch):
+@pytest.mark.parametrize("interval", ["1", "5"])  # of the log: checkpoints at every second step fall between its lines
+def test_a_run_killed_ten_times_ends_with_the_parameters_of_an_unbroken_one(folders, monkeypatch, interval):
     """In the midst of a step, at ten places drawn at random; nothing is saved on the way out."""
-    assert entry(long_command(folders, "whole")) == 0
+    assert entry(long_command(folders, "whole", "--log-interval", interval)) == 0
     inner, left = Step.loss, [0]
 
     def dying(*given):
@@ -87,10 +89,11 @@ def test_a_run_killed_ten_times_ends_with_the_parameters_of_an_unbroken_one(fold
     for number in range(10):
         done = int(latest(folders / "out").name.split("_")[-1]) if number and latest(folders / "out") else 0
         left[0] = draw.randint(1, min(3, 12 - done))
-        ends.append(entry(long_command(folders, "out", *(["--resume"] if done else []))))
+        more = ["--log-interval", interval, *(["--resume"] if done else [])]
+        ends.append(entry(long_command(folders, "out", *more)))
     left[0] = 0
     assert ends == [130] * 10
-    assert entry(long_command(folders, "out", "--resume")) == 0
+    assert entry(long_command(folders, "out", "--log-interval", interval, "--resume")) == 0
     assert same(state_of(folders / "whole"), state_of(folders / "out"))
     assert logged(folders / "whole") == logged(folders / "out")
 
@@ -145,14 +148,41 @@ def test_sigkill_at_steps_and_in_the_midst_of_a_save_changes_no_bit(folders):
 def test_what_was_logged_beyond_a_checkpoint_is_dropped(tmp_path):
     path = tmp_path / "train.csv"
     names = ("loss",)
-    log = Log(path, names, 0, lambda step: [])
+    log = Log(path, names, Progress(), lambda step: [])
     for step in (1, 2, 3):
         log.add(torch.tensor([float(step)]))
         log.line(step, 0, 0.1)
-    Log(path, names, 2, lambda step: [])
+    Log(path, names, Progress(step=2), lambda step: [])
     assert [row.split(",")[0] for row in path.read_text().splitlines()] == ["step", "1", "2"]
-    Log(path, names, 0, lambda step: [])
+    Log(path, names, Progress(), lambda step: [])
     assert path.read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "part"),
+    [
+        (lambda text: text + "2,0,3.9", None),
+        (lambda text: text + "junk", None),
+        (lambda text: text.replace("\r\n2,", "\r\ntwo,"), "line 3 is damaged ('two,"),
+        (lambda text: text.replace("\r\n2,0,", "\r\n2,"), "line 3 is damaged ('2,"),
+        (lambda text: text.replace("step", "stop", 1), "line 1 is damaged ('stop,"),
+        (lambda text: text.replace("\r\n1,", "\r\n\x00,"), "line 2 is damaged"),
+    ],
+    ids=["torn", "junk", "word", "field", "header", "null"],
+)
+def test_a_damaged_log_is_mended_where_it_is_torn_and_named_elsewhere(folders, capsys, spoil, part):
+    assert entry(long_command(folders, "out")) == 0
+    path = folders / "out" / "train.csv"
+    before = path.read_bytes().decode()
+    path.write_bytes(spoil(before).encode())
+    capsys.readouterr()
+    assert entry(long_command(folders, "out", "--resume")) == (0 if part is None else 2)
+    err = capsys.readouterr().err.strip()
+    if part is None:
+        assert "train.csv: its last line" in err and path.read_bytes().decode() == before
+    else:
+        assert "\n" not in err and part in err and "move the file away" in err
+        assert path.read_bytes() == spoil(before).encode()
 
 
 # the breaker and the alarms
@@ -310,6 +340,31 @@ def test_checkpoints_are_measured_on_held_out_prompts(tmp_path, family, capsys):
     assert 1 <= len(found["stages"]) <= 4
 
 
+def test_a_checkpoint_killed_before_it_was_measured_is_measured_at_the_resume(folders, pair, capsys, monkeypatch):
+    held = token_file(folders / "held.npz", pair[0], samples=3, seed=9)
+    more = ["--eval-data-path", str(held), "--eval-max-new-tokens", "12", "--max-steps", "6"]
+    assert entry(long_command(folders, "whole", *more)) == 0
+
+    def dying(*given):
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_watch, "measure", dying)
+        assert entry(long_command(folders, "out", *more)) == 1
+    assert [path.name for path in checkpoints(folders / "out")] == ["epoch_0_step_2"] and best(folders / "out") is None
+    assert entry(long_command(folders, "out", *more, "--resume")) == 0
+    for path in checkpoints(folders / "whole"):
+        assert (path / JUDGED).read_bytes() == (folders / "out" / path.name / JUDGED).read_bytes()
+    other = token_file(folders / "other.npz", pair[0], samples=3, seed=8)
+    capsys.readouterr()
+    for words in (["--eval-gate", "0"], ["--eval-data-path", str(other)], ["--eval-max-new-tokens", "13"]):
+        assert entry(long_command(folders, "out", *more, "--resume", *words)) == 2
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "acceptance.json was measured with" in line and ("gate=-0.5, not 0.0" in line) == (words[1] == "0")
+    monkeypatch.setattr(train_watch, "measure", dying)  # nothing is measured twice
+    assert entry(long_command(folders, "out", *more, "--resume")) == 0
+
+
 def test_the_measured_length_is_that_of_real_decoding():
     target = tiny_target("qwen3", seed=5)
     prompt = [5, 9, 3, 11, 7]
@@ -331,9 +386,10 @@ def test_held_out_questions_are_asked_in_the_chat_template(tmp_path, capsys):
     (where / "held.jsonl").write_text('{"prompt": "Hello"}\n{"turns": ["Why?"]}\nno JSON\n')
     more = ["--eval-data-path", str(where / "held.jsonl"), "--eval-max-new-tokens", "8"]
     assert entry(command(where, *more)) == 0
-    assert "measured on 2 greedy texts" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "measured on 2 greedy texts" in err and "held.jsonl: left out 1: bad JSON (line 3)" in err
     assert entry(command(where, *more[:1], "absent.jsonl", "--output-dir", str(where / "o"))) == 2
-    assert "absent.jsonl does not exist" in capsys.readouterr().err
+    assert "--eval-data-path absent.jsonl cannot be read" in capsys.readouterr().err
 
 
 # trackers
@@ -343,8 +399,9 @@ def test_tensorboard_gets_every_value_where_it_is_installed(folders, capsys, mon
     seen = []
 
     class Writer:
-        def __init__(self, folder):
+        def __init__(self, folder, purge_step):
             seen.append(folder)
+            assert purge_step == 1, "what an unfinished run said of later steps is not shown"
 
         def add_scalar(self, name, value, step):
             seen.append((name, step))

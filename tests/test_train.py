@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dloop.train.trainer
+from dloop.checkpoint import PIECE, PIECES, sampled_sha256
 from dloop.cli.main import entry
 from dloop.detect import BLOCK_FAMILIES
 from dloop.drafters.gap import READINGS, gap_rows
@@ -24,9 +25,9 @@ from dloop.train.objective import ObjectiveSettings
 from dloop.train.objectives import objective_of
 from dloop.train.optim import Optimizer, learning_rate
 from dloop.train.packed import PackedStages
-from dloop.train.replay import total, trace, walk
+from dloop.train.replay import trace, walk
 from dloop.train.start import from_target
-from dloop.train.trainer import Step, TrainSettings, columns, depth_at, epoch_at, steps_of_epochs, train
+from dloop.train.trainer import START, Step, TrainSettings, columns, depth_at, epoch_at, steps_of_epochs, train
 from dloop.types import Features, StageRequest
 
 
@@ -271,12 +272,12 @@ def run_steps(pair, data, folder, num_steps, done=0, stop_after=None):
     model = tiny_drafter(target, family=drafter.family).model.requires_grad_(True)
     objective = objective_of(model, target.vocabulary, ObjectiveSettings(num_anchors=6))
     optimizer = Optimizer(model.parameters(), 1.0)
-    if done:
-        assert resume(latest(folder), model, optimizer, "same").step == done
+    begun = resume(latest(folder), model, optimizer, "same") if done else START
+    assert begun.step == done
     step = Step(objective, lambda batch: target.features(batch.tokens, drafter.taps), optimizer)
     settings = TrainSettings(num_steps=num_steps, batch_size=4, learning_rate=1e-2, log_interval=1, save_interval=1000)
     losses = []
-    stream = train(step, data, settings, folder, done=done, keeping=Keeping("same"))
+    stream = train(step, data, settings, folder, begun=begun, keeping=Keeping("same"))
     for record in stream:
         losses.append(record.values)
         if record.step == stop_after:
@@ -507,11 +508,11 @@ def test_replay_predicts_real_decoding_at_every_gate(family):
         ).rounds
         walked = walk(found, gate)
         whole = rounds[:-1]  # the last round may draft beyond the text, where replay has nothing to compare with
-        assert walked.rounds == len(rounds)
+        assert len(walked.start) == len(rounds)
+        assert walked.accepted[:-1].tolist() == [each.accepted for each in whole]
         assert walked.looped >= sum(max(0, r.accepted - drafter.config.stage_len) for r in whole)
-        assert walked.tokens >= len(answer) - 1
-    assert walk(found, None).rounds <= min(walk(found, gate).rounds for gate in gates)
-    assert total([walk(found, 1.0)] * 2).rounds == 2 * walk(found, 1.0).rounds
+        assert walked.tokens == len(answer) - 1
+    assert len(walk(found, None).start) <= min(len(walk(found, gate).start) for gate in gates)
 
 
 @pytest.fixture
@@ -601,9 +602,9 @@ def test_the_command_starts_a_new_drafter_from_the_targets_layers(folders, capsy
         (["--draft-config-path", "x.json"], "either"),
         (["--cuda-graphs"], "--cuda-graphs"),
         (["--train-data-path", "absent.npz"], "absent.npz"),
-        (["--batch-size", "400"], "400"),
+        (["--batch-size", "400"], "--batch-size 400 is more than the 12 samples"),
         (["--dloop-loss-weight", "2"], "weight"),
-        (["--max-steps", "0"], "num_steps=0"),
+        (["--max-steps", "0"], "--max-steps 0 must be at least 1"),
         (["--num-epochs", "0"], "--num-epochs 0"),
         (["--learning-rate", "0"], "--learning-rate 0"),
         (["--learning-rate", "nan"], "--learning-rate nan"),
@@ -637,6 +638,32 @@ def test_a_second_run_into_the_same_folder_is_refused_unless_resumed(folders, ca
     assert "--resume" in capsys.readouterr().err
     assert entry(command(folders, "--resume", "--learning-rate", "1")) == 2
     assert entry(command(folders, "--resume")) == 0
+
+
+def test_a_target_is_known_by_its_weights_and_not_by_its_path(folders, capsys, monkeypatch):
+    assert entry(command(folders)) == 0
+    monkeypatch.chdir(folders)
+    assert entry(command(folders, "--resume", "--target-model-path", "target")) == 0
+    (folders / "moved").symlink_to(folders / "target")
+    assert entry(command(folders, "--resume", "--target-model-path", "moved")) == 0
+    other = tiny_target("llama", seed=3)
+    other.model.lm_head.weight.data[-1, -1] += 1
+    write_target(other, folders / "target")
+    assert entry(command(folders, "--resume")) == 2
+    assert "other settings" in capsys.readouterr().err
+
+
+def test_a_sampled_hash_sees_the_whole_length_of_large_files(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    path, found = tmp_path / "model.safetensors", set()
+    content = bytearray(3 * PIECE * PIECES + 5)
+    for place in (None, 0, PIECE - 1, 3 * PIECE, 3 * PIECE * PIECES + 4):
+        if place is not None:
+            content[place] ^= 1
+        path.write_bytes(content)
+        found.add(sampled_sha256(tmp_path))
+    path.write_bytes(content[:-1])
+    assert len(found | {sampled_sha256(tmp_path)}) == 6
 
 
 @pytest.mark.parametrize("kind", ["flat", "lens", "clip", "start"])

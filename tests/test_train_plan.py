@@ -1,10 +1,13 @@
 """`dloop train --dry-run`: counts that can be checked by hand, and a profile that leaves the weights alone."""
 
 import json
+import sys
 
+import numpy as np
 import pytest
+import test_cli
 import torch
-from test_train import command, written
+from test_train import command, token_file, written
 
 from dloop.bench.training import Kept, costs, flop_counter
 from dloop.cli.main import entry
@@ -48,6 +51,77 @@ def test_a_profile_measures_every_depth(folders, capsys):
     assert flops == sorted(flops) and kept == sorted(kept) and flops[0] < flops[2] and kept[0] < kept[2]
     assert entry(command(folders, "--dry-run", "--profile", "--dloop-max-stage", "0")) == 0
     assert "measured on a matrix product" in capsys.readouterr().out
+
+
+def prompts_of_another_target(folder):
+    np.savez(folder / "held.npz", flat=np.full(20, 9999), lens=np.array([[4, 16]]))
+    return ["--eval-data-path", str(folder / "held.npz")]
+
+
+def no_prompts(folder):
+    (folder / "held.jsonl").write_text("no JSON\n")
+    test_cli.byte_tokenizer().save_pretrained(folder / "target")
+    return ["--eval-data-path", str(folder / "held.jsonl")]
+
+
+def a_finished_run(folder, *more):
+    assert entry(command(folder)) == 0
+    return list(more)
+
+
+def a_damaged_log(folder):
+    assert entry(command(folder)) == 0
+    path = folder / "out" / "train.csv"
+    path.write_text(path.read_text().replace("2,0,", "x,"))
+    return ["--resume"]
+
+
+def measured_otherwise(folder):
+    held = token_file(folder / "held.npz", tiny_target("llama", seed=3), samples=2)
+    more = ["--eval-data-path", str(held), "--eval-max-new-tokens", "8"]
+    assert entry(command(folder, *more)) == 0
+    return [*more, "--resume", "--eval-gate", "0"]
+
+
+def no_label(folder):
+    lens = np.array([[20, 1]] * 64 + [[4, 17]])
+    np.savez(folder / "tokens.npz", flat=np.full(lens.sum(), 5), lens=lens)
+    return ["--max-length", "20", "--batch-size", "1"]
+
+
+STARTS = {  # what the real run would fail on before its first step
+    "batch": (lambda _: ["--batch-size", "13"], "--batch-size 13"),
+    "no batch": (lambda _: ["--batch-size", "0"], "--batch-size 0"),
+    "steps": (lambda _: ["--max-steps", "0"], "--max-steps 0"),
+    "parts": (lambda _: ["--accumulation-steps", "0"], "--accumulation-steps 0"),
+    "log": (lambda _: ["--log-interval", "-1"], "--log-interval -1"),
+    "save": (lambda _: ["--save-interval", "0"], "--save-interval 0"),
+    "no eval file": (lambda _: ["--eval-data-path", "absent.npz"], "--eval-data-path absent.npz"),
+    "foreign eval file": (prompts_of_another_target, "held.npz has the token 9999"),
+    "no prompts": (no_prompts, "held.jsonl has no prompt"),
+    "output": (lambda _: ["--output-dir", "/proc/none/x"], "/proc/none/x cannot be written to"),
+    "finished": (a_finished_run, "add --resume"),
+    "other settings": (lambda folder: a_finished_run(folder, "--resume", "--seed", "1"), "other settings"),
+    "damaged log": (a_damaged_log, "line 3 is damaged"),
+    "another gate": (measured_otherwise, "measured with gate=-0.5"),
+    "no label": (no_label, "has a label within"),
+    "tracker": (lambda _: ["--report-to", "tensorboard"], "pip install tensorboard"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "part"), STARTS.values(), ids=STARTS)
+def test_a_dry_run_fails_as_the_run_would_and_leaves_nothing(folders, capsys, monkeypatch, spoil, part):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    more = spoil(folders)
+    before, lines = sorted(folders.rglob("*")), []
+    for dry in (["--dry-run"], []):
+        capsys.readouterr()
+        assert entry(command(folders, *more, *dry)) == 2
+        assert sorted(folders.rglob("*")) == before or not dry
+        out, err = capsys.readouterr()
+        lines.append(err.strip().splitlines()[-1])
+        assert out == ""
+    assert part in lines[0] and lines[0] == lines[1]
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,10 @@ class Command(Decoding):
 
 def run(command: Command) -> int | None:
     names, commands = names_of(command.dataset, command.data_dir), [command, *others(command)]
-    drafters = [drafter_name(each, "dloop bench") for each in commands]
+    drafters: list[str | None] = []
+    for each in commands:  # that smollm2 takes its own is told once
+        takes_own = OWN_DRAFTER in drafters and each.draft_model is None and not each.baseline
+        drafters.append(OWN_DRAFTER if takes_own else drafter_name(each, "dloop bench"))
     from dloop.bench.run import bench  # torch and transformers only from here on
 
     return bench(commands, names, drafters)
@@ -82,6 +85,8 @@ def changed(command: Command, words: str) -> Command:
         flags = [f"--{word}" for word in shlex.split(words)]
     except ValueError as error:
         raise UserError(f"--beside {words!r} cannot be read ({error}); write NAME=VALUE, spaces between") from error
+    if "--help" in flags:
+        raise UserError(f"--beside {words!r} names no setting; dloop bench --help explains the flags")
     new = given(Command, "dloop bench --beside", [*needed, *flags])
     del new["model"], new["dataset"]
     if not new:
@@ -116,4 +121,4 @@ def spelled(value: object) -> str:
     """A flag's value in a folder's name."""
     if isinstance(value, tuple):
         return "+".join(map(str, cast(tuple[int, ...], value))) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)

@@ -32,11 +32,23 @@ def inspect(command: Command) -> int:
             left -= 1
             console.rule(f"line {line}: {len(sample.tokens)} tokens, {int(sample.labels.sum())} labels")
             console.print(marked(sample, tokenizer, plain=not console.is_terminal))
-    if not account.samples and not account.skipped:
+    if not account.lines:
         raise UserError(f"{command.data} is empty")
+    check_line(command, account)
     print(json.dumps({"schema": 1, **account.record()}) if command.json else "\n".join(account.told()))
     sys.stdout.flush()
     return 0
+
+
+def check_line(command: Command, account: Account) -> None:
+    """Raises UserError where there is nothing to show of --line."""
+    for reason, where in account.skipped.items():
+        if command.line in where:
+            raise UserError(f"--line {command.line} of {command.data} is left out: {reason}; name another")
+    if command.line is not None and not 1 <= command.line <= account.lines:
+        raise UserError(
+            f"--line {command.line} is not there, {command.data} has {account.lines} lines; name one of them"
+        )
 
 
 def tokenizer_of(name: str) -> Tokenizer:
@@ -51,7 +63,7 @@ def tokenizer_of(name: str) -> Tokenizer:
 def samples(command: Command, tokenizer: Tokenizer, account: Account) -> Iterator[tuple[int, Sample]]:
     """(line, sample) of all that is usable; the rest goes to the account."""
     if command.data.suffix == ".npz":
-        data = TokenFile.read(command.data, sys.maxsize)
+        data = TokenFile.read(command.data, sys.maxsize, "--data")
         yield from ((index + 1, data.sample(index)) for index in range(len(data)))
         return
     if not command.data.is_file():

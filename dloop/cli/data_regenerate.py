@@ -23,15 +23,18 @@ class Command(Common):
     """Let servers that run the target write every assistant turn of a file anew: training data of its drafters.
 
     Lines are conversations in any dialect, or {"prompt": "..."}. Several --server-address are asked at once; what one
-    fails at another may answer. The output keeps the order of the input. Answers are in OUTPUT.parts as they come;
-    --resume goes on there. `dloop data --model ...` answers in this process instead, and gives tokens.
+    fails at another answers, and one that fails again and again is set aside. The output keeps the order of the input.
+    Answers are in OUTPUT.parts as they come; --resume goes on there. `dloop data --model ...` answers in this process
+    instead, and gives tokens.
     """
 
     model: str = required("the target's name, as the servers know it", group=SERVERS)
     server_address: list[str] = option([], "OpenAI-compatible servers: host:port, repeatable", group=SERVERS)
     concurrency: int = option(64, "conversations that each server has at a time", group=SERVERS)
-    retries: int = option(5, "further tries of a conversation", group=SERVERS)
-    retry_wait: float = option(1.0, "seconds before the second try; doubled each time", group=SERVERS)
+    retries: int = option(5, "further tries of a conversation, by each server", group=SERVERS)
+    retry_wait: float = option(
+        1.0, "seconds to wait after a server's failure; doubled while it goes on failing", group=SERVERS
+    )
     timeout: float = option(1800.0, "seconds that one answer may take", group=SERVERS)
     input_file_path: Path = required("conversations: .jsonl", group=DATA)
     output_file_path: Path = required("where the conversations with new answers go: .jsonl", group=DATA)

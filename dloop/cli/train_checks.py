@@ -11,12 +11,14 @@ from dloop.detect import BLOCK_FAMILIES, CHAIN_FAMILIES
 from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
 from dloop.targets.hf import HFTarget
-from dloop.train.parallel import from_environment
+from dloop.train.parallel import Share, from_environment
 
 MOST_ANCHORS = 100_000
+COUNTS = ("num_epochs", "max_steps", "batch_size", "accumulation_steps", "log_interval", "save_interval")
 RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (  # written so that NaN breaks every one
     ("max_length", lambda value: value >= 2, "at least 2"),
-    ("num_epochs", lambda value: value >= 1, "at least 1"),
+    *((name, lambda value: value >= 1, "at least 1") for name in COUNTS),
+    ("keep_last", lambda value: value >= 1, "at least 1; leave it out to keep all"),
     ("learning_rate", lambda value: 0 < value < math.inf, "above 0 and finite"),
     ("warmup_ratio", lambda value: 0 <= value < 1, "at least 0 and below 1"),
     ("max_grad_norm", lambda value: value > 0, "above 0 (inf clips nothing)"),
@@ -98,21 +100,23 @@ def refuse_numbers(command: Command) -> None:
     """Raises UserError at a number no run can use, NaN included."""
     for name, holds, words in RULES:
         value = getattr(command, name)
-        if not holds(value):
+        if value is not None and not holds(value):
             raise UserError(f"--{name.replace('_', '-')} {value} must be {words}")
-    if command.keep_last is not None and command.keep_last < 1:
-        raise UserError(f"--keep-last {command.keep_last} must be at least 1; leave it out to keep all")
     lengths = command.ttt_length_dist
     if lengths is not None and not (lengths and all(1 <= length <= MOST_STEPS for length in lengths)):
         given = spelled(lengths)
         raise UserError(f"--ttt-length-dist {given} must be lengths from 1 to {MOST_STEPS}, such as 7,14,21")
 
 
-def make_writable(folder: Path) -> None:
-    """Make the output folder. Raises UserError if it cannot be made or written to: now, not after the first steps."""
+def make_writable(folder: Path, *, dry: bool) -> None:
+    """Make the output folder, unless `dry`. Raises UserError if it cannot be made or written to: now, not after the
+    first steps.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        if not dry:
+            folder.mkdir(parents=True, exist_ok=True)
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
         raise UserError(
@@ -143,6 +147,17 @@ def refuse_for_family(command: Command, config: HostConfig, target: HFTarget) ->
         raise UserError(
             f"--position-offset-max {command.position_offset_max} is beyond the {positions} positions that target and "
             "drafter are made for; give that many or fewer"
+        )
+
+
+def refuse_large_batch(command: Command, samples: int, share: Share) -> None:
+    """Raises UserError where the data do not fill one batch."""
+    size = command.batch_size * share.world
+    if size > samples:
+        many = f" in each of {share.world} processes" if share.world > 1 else ""
+        raise UserError(
+            f"--batch-size {command.batch_size}{many} is more than the {samples} samples of {command.train_data_path}; "
+            "give a smaller one, or more data"
         )
 
 

@@ -72,12 +72,7 @@ def check_data(data: TokenFile, target: HFTarget, command: Command) -> None:
                 f"{data.max_length}; give at least that"
             )
         return
-    low, high = int(data.flat.min()), int(data.flat.max())
-    if low < 0 or high >= target.vocab_size:
-        raise UserError(
-            f"{path} has the token {low if low < 0 else high}, {target.name} knows 0..{target.vocab_size - 1}; "
-            "tokenise it for this target"
-        )
+    check_tokens(path, data, target)
     longest = min(int(data.lens.sum(1).max()), data.max_length)
     if longest > target.context:
         raise UserError(
@@ -88,6 +83,16 @@ def check_data(data: TokenFile, target: HFTarget, command: Command) -> None:
         raise UserError(
             f"--position-offset-max {command.position_offset_max} leaves no place for {path}'s samples of {longest} "
             "tokens; give at least that, or cut them with --max-length"
+        )
+
+
+def check_tokens(path: Path, data: TokenFile, target: HFTarget) -> None:
+    """Raises UserError at ids beyond the target's vocabulary."""
+    low, high = int(data.flat.min()), int(data.flat.max())
+    if low < 0 or high >= target.vocab_size:
+        raise UserError(
+            f"{path} has the token {low if low < 0 else high}, {target.name} knows 0..{target.vocab_size - 1}; "
+            "tokenise it for this target"
         )
 
 

@@ -1,9 +1,11 @@
 """What `dloop train` watches: acceptance on held-out prompts, alarms before the first step, trackers."""
 
+import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,16 +18,20 @@ from dloop.batch import generate_numbered
 from dloop.bench.run import template_sha256
 from dloop.chat import load_tokenizer
 from dloop.cli.train import Command
+from dloop.cli.train_data import check_tokens
 from dloop.cli.train_show import Tracker
-from dloop.data.prompts import Prompts, prompt_encoder, read_questions
+from dloop.data.prompts import NO_ROOM, Prompts, prompt_encoder, read_questions
+from dloop.data.tokenise import EMPTY, named
 from dloop.drafters.host import HostModel
 from dloop.errors import UserError
+from dloop.records import Json, number
 from dloop.settings import Settings
 from dloop.targets.hf import HFTarget
 from dloop.train.acceptance import Acceptance, Text, measure
 from dloop.train.alarms import shift_of_labels
 from dloop.train.batch import TokenFile
 from dloop.train.cache import features_of
+from dloop.train.checkpoint import Ruler
 from dloop.train.objective import Objective
 
 AT_ONCE = 16  # texts that the target writes together
@@ -33,7 +39,7 @@ PROBED = 64  # samples that are read before the first step
 logger = logging.getLogger("dloop")
 
 
-def judge_of(command: Command, target: HFTarget) -> Callable[[HostModel], Acceptance] | None:
+def ruler_of(command: Command, target: HFTarget) -> Ruler | None:
     """What measures each checkpoint; None without --eval-data-path. The target writes its greedy texts now, once."""
     if command.eval_data_path is None:
         return None
@@ -44,7 +50,11 @@ def judge_of(command: Command, target: HFTarget) -> Callable[[HostModel], Accept
     if not texts:
         raise UserError(f"{command.eval_data_path}: {target.name} ends every answer at once; give other prompts")
     print(f"dloop train: each checkpoint is measured on {len(texts)} greedy texts", file=sys.stderr)
-    return partial(told, measure, target, texts, command.eval_gate)
+    facts: dict[str, Json] = {
+        "gate": number(command.eval_gate),
+        "texts_sha256": hashlib.sha256(repr(texts).encode()).hexdigest(),
+    }
+    return Ruler(partial(told, measure, target, texts, command.eval_gate), facts)
 
 
 def told(
@@ -62,32 +72,54 @@ def told(
 
 
 def held_out(command: Command, target: HFTarget) -> list[list[int]]:
-    """Prompts in ids: of a token file, or the first questions of conversations."""
+    """Prompts in ids: of a token file, or the first questions of conversations; what is left out is told."""
     path = cast(Path, command.eval_data_path)
     room = target.context - command.eval_max_new_tokens
-    if path.suffix == ".npz":
-        data = TokenFile.read(path, command.max_length)
-        given = [data.sample(index) for index in range(len(data))]
-        found = [sample.tokens[: int(sample.labels.argmax())].tolist() for sample in given if sample.labels.any()]
-        prompts = [ids for ids in found if 0 < len(ids) <= room][: command.eval_samples]
-    else:
-        tokenizer = load_tokenizer(target.folder, target.name)
-        if tokenizer is None:
-            raise UserError(
-                f"{target.name} has no tokenizer beside its weights; give tokens (.npz) as --eval-data-path"
-            )
-        if not path.is_file():
-            raise UserError(f"--eval-data-path {path} does not exist; give prompts (.jsonl) or tokens (.npz)")
-        read = Prompts(path, prompt_encoder(command.chat_template, tokenizer), room, max_samples=command.eval_samples)
-        for item in read_questions(path):
-            read.add(item)
-        prompts = [prompt.tokens.tolist() for prompt in read.used]
+    found = of_tokens(path, command, target, room) if path.suffix == ".npz" else of_lines(path, command, target, room)
+    prompts: list[list[int]] = []
+    left_out: dict[str, list[int]] = defaultdict(list)
+    for place, item in enumerate(found, 1):
+        if isinstance(item, str):
+            left_out[item].append(place)
+            continue
+        prompts.append(item)
+        if len(prompts) == command.eval_samples:
+            break
+    for reason, where in left_out.items():
+        print(f"dloop train: {path}: left out {len(where)}: {reason} ({named(where)})", file=sys.stderr)
     if not prompts:
         raise UserError(
             f"--eval-data-path {path} has no prompt that leaves room for --eval-max-new-tokens "
-            f"{command.eval_max_new_tokens}; give shorter ones"
+            f"{command.eval_max_new_tokens}; give others"
         )
     return prompts
+
+
+def of_tokens(path: Path, command: Command, target: HFTarget, room: int) -> Iterator[list[int] | str]:
+    """The prompt of every sample, or why it is none."""
+    data = TokenFile.read(path, command.max_length, "--eval-data-path")
+    check_tokens(path, data, target)
+    for index in range(len(data)):
+        tokens, labels = data.sample(index)
+        ids = tokens[: int(labels.argmax())].tolist()
+        if not labels.any():
+            yield EMPTY
+        elif not ids:
+            yield "no token before the first label"
+        else:
+            yield ids if len(ids) <= room else NO_ROOM
+
+
+def of_lines(path: Path, command: Command, target: HFTarget, room: int) -> Iterator[list[int] | str]:
+    """The first question of every line, or why it is none."""
+    tokenizer = load_tokenizer(target.folder, target.name)
+    if tokenizer is None:
+        raise UserError(f"{target.name} has no tokenizer beside its weights; give tokens (.npz) as --eval-data-path")
+    encode = prompt_encoder(command.chat_template, tokenizer)
+    for item in read_questions(path, "--eval-data-path"):
+        read = Prompts(path, encode, room)
+        read.add(item)
+        yield read.used[0].tokens.tolist() if read.used else next(iter(read.skipped))
 
 
 def raise_alarms(command: Command, target: HFTarget, data: TokenFile, objective: Objective) -> None:
@@ -156,10 +188,13 @@ def last_part(name: str) -> str:
     return Path(name).absolute().name.casefold()
 
 
-def tracker_of(command: Command) -> AbstractContextManager[Tracker | None]:
-    """What --report-to names. Raises UserError where it is not installed."""
+def tracker_of(command: Command) -> Callable[[int], AbstractContextManager[Tracker | None]]:
+    """What --report-to names, to be opened with the steps that are done: what was told of later ones is dropped.
+
+    Raises UserError where it is not installed.
+    """
     if command.report_to == "csv":
-        return nullcontext()
+        return lambda _: nullcontext()
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -167,4 +202,5 @@ def tracker_of(command: Command) -> AbstractContextManager[Tracker | None]:
             f"--report-to tensorboard needs a package that is not installed ({error}): pip install tensorboard, or "
             "use --report-to csv"
         ) from error
-    return closing(cast(Tracker, SummaryWriter(str(command.output_dir / "tensorboard"))))
+    folder = str(command.output_dir / "tensorboard")
+    return lambda done: closing(cast(Tracker, SummaryWriter(folder, purge_step=done + 1)))

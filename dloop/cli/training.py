@@ -17,11 +17,17 @@ import torch
 from dloop import checkpoint
 from dloop.cli.answer import device_of, hush
 from dloop.cli.train import Command
-from dloop.cli.train_checks import make_writable, refuse_for_family, refuse_numbers, refuse_unsupported
+from dloop.cli.train_checks import (
+    make_writable,
+    refuse_for_family,
+    refuse_large_batch,
+    refuse_numbers,
+    refuse_unsupported,
+)
 from dloop.cli.train_data import check_data, is_jsonl, read_jsonl
 from dloop.cli.train_plan import show_plan
 from dloop.cli.train_show import follow, tracked
-from dloop.cli.train_watch import judge_of, raise_alarms, tracker_of
+from dloop.cli.train_watch import raise_alarms, ruler_of, tracker_of
 from dloop.detect import detect_family
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.families import READERS
@@ -32,8 +38,10 @@ from dloop.misfits import check_pair
 from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
 from dloop.train.cache import cache_features, features_of
-from dloop.train.checkpoint import Keeping, best, latest, resume, tau_of
+from dloop.train.checkpoint import Keeping, Progress, best, check_measures, judge_earlier, latest, resume, tau_of
+from dloop.train.failing import ending_together
 from dloop.train.flex import Attention, check_flex
+from dloop.train.log import earlier
 from dloop.train.losses import DSparkWeights
 from dloop.train.objective import Objective, ObjectiveSettings
 from dloop.train.objectives import objective_of
@@ -41,11 +49,11 @@ from dloop.train.optim import Optimizer
 from dloop.train.parallel import ALONE, Share, from_environment, join, shard
 from dloop.train.start import choose_vocabulary, fresh
 from dloop.train.trainer import (
+    START,
     GraphedStep,
     Record,
     Step,
     TrainSettings,
-    check,
     columns,
     steps_of_epochs,
     together,
@@ -63,11 +71,12 @@ def run(command: Command) -> int:
     if share.world > 1 and device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     join(share, check_device(device), command.dist_timeout)
-    if not share.rank:
-        return work(command, share, device)
-    logging.getLogger("dloop").setLevel(logging.ERROR)  # one process speaks for all
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        return work(command, share, device)
+    with ending_together(share):
+        if not share.rank:
+            return work(command, share, device)
+        logging.getLogger("dloop").setLevel(logging.ERROR)  # one process speaks for all
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            return work(command, share, device)
 
 
 def work(command: Command, share: Share, device: str) -> int:
@@ -77,32 +86,35 @@ def work(command: Command, share: Share, device: str) -> int:
         data = TokenFile.read(command.train_data_path, command.max_length)
         if command.on_the_fly_loader:
             print("dloop train: --on-the-fly-loader: a token file holds tokens already", file=sys.stderr)
-    if not command.dry_run:
-        make_writable(command.output_dir)
+    open_tracker = tracker_of(command)
+    make_writable(command.output_dir, dry=command.dry_run)
     target = load_target(command.target_model_path, command.dtype, device, engine="twin")
     model = start_model(command, target).to(target.device)
     refuse_for_family(command, model.config, target)
     data = data or read_jsonl(command, target, model.config)
     check_data(data, target, command)
+    refuse_large_batch(command, len(data), share)
     if command.draft_config_path is not None:
         choose_vocabulary(model, data)
     settings = settings_of(command, data, model.config, share)
-    fingerprint = fingerprint_of(command, model, settings, data)
+    fingerprint = fingerprint_of(command, model, target, settings, data)
     objective = build_objective(command, model, target, share)
-    if not command.dry_run:
-        raise_alarms(command, target, data, objective)
+    raise_alarms(command, target, data, objective)
     if share.world > 1 and command.parallel == "fsdp":
         shard(objective)
     optimizer = Optimizer(model.parameters(), command.max_grad_norm)
-    done = 0 if command.dry_run else begin(command, model, optimizer, fingerprint)
+    begun = begin(command, model, optimizer, fingerprint)
     step = build_step(command, objective, target, data, optimizer)
+    keeping = Keeping(fingerprint, command.keep_last, None if share.rank else ruler_of(command, target))
+    check_measures(command.output_dir, keeping.ruler)
     if command.dry_run:
+        earlier(command.output_dir / "train.csv", columns(objective), begun.step)
         show_plan(command, data, target, step, settings)
         return 0
-    keeping = Keeping(fingerprint, command.keep_last, None if share.rank else judge_of(command, target))
-    with nullcontext() if share.rank else tracker_of(command) as tracker:
-        stream = train(step, data, settings, command.output_dir, done=done, keeping=keeping)
-        records = follow(tracked(stream, tracker, columns(objective)), settings, done)
+    judge_earlier(command.output_dir, model, keeping.ruler)
+    with nullcontext() if share.rank else open_tracker(begun.step) as tracker:
+        stream = train(step, data, settings, command.output_dir, begun=begun, keeping=keeping)
+        records = follow(tracked(stream, tracker, columns(objective)), settings, begun.step)
     report(command, records, settings, columns(objective))
     return 0
 
@@ -167,10 +179,7 @@ def settings_of(command: Command, data: TokenFile, config: HostConfig, share: Sh
         log_interval=command.log_interval,
         save_interval=command.save_interval,
     )
-    if command.max_steps is not None:
-        return replace(settings, num_steps=command.max_steps)
-    check(settings)
-    return replace(settings, num_steps=steps_of_epochs(command.num_epochs, data, settings))
+    return replace(settings, num_steps=command.max_steps or steps_of_epochs(command.num_epochs, data, settings))
 
 
 def published_lengths(config: HostConfig) -> tuple[int, ...]:
@@ -229,31 +238,34 @@ def attention_of(command: Command, config: HostConfig, device: torch.device) -> 
     return command.attention
 
 
-def begin(command: Command, model: HostModel, optimizer: Optimizer, fingerprint: str) -> int:
-    """Steps already done: those of the checkpoint resumed from, or 0 in a folder that holds none."""
+def begin(command: Command, model: HostModel, optimizer: Optimizer, fingerprint: str) -> Progress:
+    """What is done already: by the checkpoint resumed from, or nothing in a folder that holds none."""
     found = latest(command.output_dir)
     if command.resume and found is not None:
-        return resume(found, model, optimizer, fingerprint).step
+        return resume(found, model, optimizer, fingerprint)
     if found is not None:
         raise UserError(f"{command.output_dir} already holds {found.name}; add --resume or choose another --output-dir")
-    return 0
+    return START
 
 
-def fingerprint_of(command: Command, model: HostModel, settings: TrainSettings, data: TokenFile) -> str:
-    """Everything that decides the numbers of a run, data and starting weights by content; a resume must agree in it."""
+def fingerprint_of(
+    command: Command, model: HostModel, target: HFTarget, settings: TrainSettings, data: TokenFile
+) -> str:
+    """Everything that decides the numbers of a run, target, data and starting weights by content; a resume must agree
+    in it.
+    """
     chosen = ("dspark_", "dloop_", "lambda_", "loss_", "num_anc", "position_")  # unroll lengths are among the settings
     objective = [getattr(command, name) for name in vars(command) if name.startswith(chosen)]
     facts = (
         model.config,
         replace(settings, log_interval=1, save_interval=1, batch_size=together(settings), share=ALONE),
         objective,
-        command.target_model_path,
+        checkpoint.sampled_sha256(target.folder) if target.folder else target.name,
         command.dtype,
     )
     start = (value.detach().cpu().numpy() for value in model.state_dict().values())
-    return hashlib.sha256(repr((facts, data.max_length, digest(data.contents()), digest(start))).encode()).hexdigest()[
-        :12
-    ]
+    found = (facts, data.max_length, digest(data.contents()), digest(start))
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:12]
 
 
 def digest(arrays: Iterable[np.ndarray]) -> str:

@@ -55,6 +55,11 @@ class Account:
         if len(sample.tokens) > self.max_length:
             self.cut.append(line)
 
+    @property
+    def lines(self) -> int:
+        """All that were read."""
+        return self.samples + sum(map(len, self.skipped.values()))
+
     def skip(self, item: Skipped) -> None:
         """Note a line that is left out."""
         self.skipped[item.reason].append(item.line)

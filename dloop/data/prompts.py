@@ -17,6 +17,7 @@ from dloop.data.tokenise import named
 from dloop.errors import UserError
 
 FORMS = ("prompt", "turns", "conversations", "messages")
+NO_ROOM = "leaves no room for the answer in the target's context"
 Encode = Callable[[list[Message]], list[int]]
 
 
@@ -37,8 +38,10 @@ class Prompt:
     tokens: np.ndarray
 
 
-def read_questions(path: Path) -> Iterator[Question | Skipped]:
-    """Every line of a .jsonl or .jsonl.gz in its order. Raises UserError where the file cannot be read."""
+def read_questions(path: Path, flag: str = "--prompts") -> Iterator[Question | Skipped]:
+    """Every line of a .jsonl or .jsonl.gz in its order. Raises UserError where the file, named by `flag`, cannot be
+    read.
+    """
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             for number, raw in enumerate(file, 1):
@@ -49,7 +52,7 @@ def read_questions(path: Path) -> Iterator[Question | Skipped]:
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(
-            f'--prompts {path} cannot be read ({reason}); give JSON lines such as {{"prompt": "..."}}'
+            f'{flag} {path} cannot be read ({reason}); give JSON lines such as {{"prompt": "..."}}'
         ) from error
 
 
@@ -142,7 +145,7 @@ class Prompts:
         if self.max_tokens is not None and len(tokens) > self.max_tokens:
             return f"more than --max-prompt-tokens {self.max_tokens}"
         if len(tokens) > self.room:
-            return "prompt and --max-new-tokens exceed the target's context"
+            return NO_ROOM
         self.used.append(Prompt(question, np.array(tokens, np.int32)))
         self.asking_more += question.asks_more
         return None

@@ -1,14 +1,18 @@
 """Answers from OpenAI-compatible servers, several at once: every assistant turn of a conversation anew, in its order.
 
-Each server has its own askers, which take from one queue; what one server fails at goes back and another may take it.
+Each server has its own askers, which take from one queue; what one server fails at goes to another before it counts as
+failed, and a server that fails again and again is set aside.
 Source of the task: SpecForge's regenerate_train_data.py (flags, non-thinking answers, multi-turn conversations).
 """
 
 import http.client
 import json
+import logging
+import math
 import queue
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -18,7 +22,9 @@ from dloop.chat import Message
 from dloop.data.conversations import check_encodable
 from dloop.errors import UserError
 
-IN_A_ROW = 8  # failures after which a server is asked no more, beside others
+IN_A_ROW = 8  # failures after which a server is asked no more
+THEIRS = (400, 413, 422)  # statuses that a conversation has earned; all others are the server's fault
+logger = logging.getLogger("dloop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,7 @@ class Asking:
     max_tokens: int
     thinking: bool
     retries: int
-    wait_s: float  # before a conversation is tried again, doubling
+    wait_s: float  # after a server's failure, doubling while it goes on failing
     timeout_s: float
 
 
@@ -53,15 +59,78 @@ class Reply(NamedTuple):
 
 
 class RefusedError(Exception):
-    """An answer that no other try will better."""
+    """What this server will not answer however often it is asked; another one may."""
 
 
-@dataclass
+@dataclass(eq=False)
+class Server:
+    """One that is asked, and how it fares."""
+
+    address: str
+    failures: int = 0  # in a row
+    rested: float = -math.inf  # when the wait after the last one ends; what began before it fails by the same cause
+
+
+@dataclass(eq=False)
+class Task:
+    """A conversation to ask, and how often it failed at each server."""
+
+    asked: Asked
+    failed: Counter[Server] = field(default_factory=Counter[Server])
+
+
 class Work:
-    """What is left to ask, and what came of it."""
+    """What is left to ask, the servers still asked, and what came of it."""
 
-    waiting: "queue.Queue[tuple[int, Asked] | None]" = field(default_factory=queue.Queue)
-    done: "queue.Queue[Reply | str]" = field(default_factory=queue.Queue)
+    def __init__(self, asked: Iterable[Asked], servers: Sequence[str], asking: Asking) -> None:
+        self.waiting, self.servers, self.asking = deque(map(Task, asked)), [*map(Server, servers)], asking
+        self.done: queue.Queue[Reply | RuntimeError] = queue.Queue()
+        self.changed = threading.Condition()
+
+    def take(self, server: Server) -> Task | None:
+        """The next conversation that failed at no other server less often; None once this server is asked no more."""
+        with self.changed:
+            while server in self.servers:
+                for index, task in enumerate(self.waiting):
+                    if task.failed[server] == min(task.failed[each] for each in self.servers):
+                        del self.waiting[index]
+                        return task
+                self.changed.wait()
+        return None
+
+    def fail(self, task: Task, server: Server, reason: str, tries: int) -> None:
+        """Note failed tries; another server may take the conversation, unless all have had theirs."""
+        with self.changed:
+            task.failed[server] += tries
+            if all(task.failed[each] > self.asking.retries for each in self.servers):
+                self.done.put(Reply(task.asked.line, task.asked.messages, False, reason))
+            else:
+                self.waiting.append(task)
+            self.changed.notify_all()
+
+    def rest(self, server: Server, began: float, reason: str) -> float:
+        """Count a server's failure, and set it aside after too many in a row; seconds to wait before the next try."""
+        with self.changed:
+            server.failures += began >= server.rested
+            seconds = self.asking.wait_s * 2 ** (server.failures - 1)
+            if began >= server.rested:
+                server.rested = time.monotonic() + seconds
+            if server.failures >= IN_A_ROW and server in self.servers:
+                logger.warning(f"{server.address} is asked no more, it failed {IN_A_ROW} times in a row: {reason}")
+                self.servers.remove(server)
+                if not self.servers:
+                    text = (
+                        f"no server answers any more, last: {server.address}: {reason}; start it again, then --resume"
+                    )
+                    self.done.put(RuntimeError(text))
+            self.changed.notify_all()
+            return seconds
+
+    def end(self) -> None:
+        """Ask no more."""
+        with self.changed:
+            self.servers.clear()
+            self.changed.notify_all()
 
 
 def read_address(text: str) -> str:
@@ -82,56 +151,35 @@ def ask_all(asked: Iterable[Asked], servers: Sequence[str], asking: Asking, conc
 
     `concurrency`: conversations that each server has at a time.
     """
-    work, pending = Work(), 0
-    for each in asked:
-        work.waiting.put((0, each))
-        pending += 1
-    askers = [
-        threading.Thread(target=serve, args=(work, server, asking), daemon=True)
-        for server in servers
-        for _ in range(min(concurrency, max(pending, 1)))
-    ]
-    for thread in askers:
-        thread.start()
-    alive = len(askers)
+    work = Work(asked, servers, asking)
+    pending = len(work.waiting)
+    for server in [*work.servers]:
+        for _ in range(min(concurrency, pending)):
+            threading.Thread(target=serve, args=(work, server), daemon=True).start()
     try:
-        while pending:
+        for _ in range(pending):
             found = work.done.get()
-            if isinstance(found, Reply):
-                pending -= 1
-                yield found
-                continue
-            alive -= 1
-            if not alive:
-                raise RuntimeError(f"no server answers any more, last: {found}; start it again, then --resume")
+            if isinstance(found, RuntimeError):
+                raise found
+            yield found
     finally:
-        for _ in askers:
-            work.waiting.put(None)
+        work.end()
 
 
-def serve(work: Work, server: str, asking: Asking) -> None:
+def serve(work: Work, server: Server) -> None:
     """One asker: until nothing is left, or its server has failed too often in a row."""
-    failures = 0
-    while (item := work.waiting.get()) is not None:
-        tries, asked = item
+    while (task := work.take(server)) is not None:
+        began = time.monotonic()
         try:
-            work.done.put(answered(asked, server, asking))
-            failures = 0
-            continue
+            work.done.put(answered(task.asked, server.address, work.asking))
+            server.failures = 0
         except RefusedError as error:
-            work.done.put(Reply(asked.line, asked.messages, False, str(error)))
-            continue
+            work.fail(task, server, str(error), work.asking.retries + 1)
         except Exception as error:  # whatever a server may say: an asker that died of it would be waited for for ever
-            reason = f"{server}: {type(error).__name__}: {error}"
-        failures += 1
-        if tries == asking.retries:
-            work.done.put(Reply(asked.line, asked.messages, False, reason))
-        else:
-            time.sleep(asking.wait_s * 2**tries)
-            work.waiting.put((tries + 1, asked))
-        if failures == IN_A_ROW:
-            work.done.put(reason)
-            return
+            reason = f"{type(error).__name__}: {error}"
+            seconds = work.rest(server, began, reason)
+            work.fail(task, server, f"{server.address}: {reason}", 1)
+            time.sleep(seconds)
 
 
 def answered(asked: Asked, server: str, asking: Asking) -> Reply:
@@ -164,10 +212,9 @@ def complete(messages: Sequence[Message], server: str, asking: Asking) -> tuple[
         **({"top_k": asking.top_k} if asking.top_k else {}),
     }
     status, raw = post(f"{server}/v1/chat/completions", json.dumps(body).encode(), asking.timeout_s)
-    if 400 <= status < 500 and status not in (408, 425, 429):
-        raise RefusedError(f"HTTP {status}: {raw[:200].decode(errors='replace')}")
     if status != 200:
-        raise ValueError(f"HTTP {status}")
+        fault = RefusedError if status in THEIRS else ValueError
+        raise fault(f"HTTP {status}: {raw[:200].decode(errors='replace')}")
     return read_reply(raw, thinking=asking.thinking)
 
 
@@ -185,7 +232,7 @@ def read_reply(raw: bytes, *, thinking: bool) -> tuple[str, str]:
     if finish not in ("stop", "length"):  # half an answer, as from a server that was shut down
         raise ValueError(f"an answer ended by {finish or 'null'}")
     message = cast(Mapping[str, object], given)
-    text, thought = message.get("content"), message.get("reasoning_content")
+    text, thought = message.get("content"), message.get("reasoning_content") or message.get("reasoning")
     if text is None:
         text = ""  # cut while it thought
     if not isinstance(text, str):

@@ -21,6 +21,7 @@ from torch import Tensor
 from dloop.diagnosis.compare import interval_of
 from dloop.diagnosis.findings import Gain, Measured
 from dloop.diagnosis.setup import Setup, Tap
+from dloop.gates.walk import figures
 from dloop.targets.hf import HFTarget
 from dloop.train.packed import PackedStages
 from dloop.train.replay import Trace, every_anchor, follow, walk
@@ -150,7 +151,7 @@ def measured(traces: list[Trace], marks: list[Marks]) -> Measured:
     return Measured(
         texts=len(traces),
         positions=len(pooled),
-        acceptance_length=sum(w.acceptance_length for w in walks) / len(walks),
+        acceptance_length=figures(walks, None).acceptance_length,
         every_position=every.mean + 1,
         low=every.low + 1,
         high=every.high + 1,

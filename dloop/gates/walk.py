@@ -67,8 +67,14 @@ def accepted_at(text: Text, depths: Depths, stage_len: int) -> Int64[np.ndarray,
 
 
 def walk(text: Text, depths: Depths, stage_len: int) -> Walk:
+    """A text decoded with so many stages at every start."""
+    return along(accepted_at(text, depths, stage_len), depths, stage_len)
+
+
+def along(accepted: Int64[np.ndarray, " n"], depths: Depths, stage_len: int) -> Walk:
     """Go from start to start as decoding does: a round's bonus is the next anchor."""
-    ends = np.arange(len(text)) + accepted_at(text, depths, stage_len) + 1
+    length = len(accepted)
+    ends = np.arange(length) + accepted + 1
     starts, nexts, here = list[int](), ends.tolist(), 0
     while here < len(nexts):
         starts.append(here)
@@ -78,7 +84,7 @@ def walk(text: Text, depths: Depths, stage_len: int) -> Walk:
         start=visited,
         stages=depths[visited],
         accepted=ends[visited] - visited - 1,
-        emitted=np.minimum(ends[visited], len(text)) - visited,
+        emitted=np.minimum(ends[visited], length) - visited,
         stage_len=stage_len,
     )
 

@@ -22,7 +22,7 @@ def runs_directly(config: PretrainedConfig) -> bool:
     return config.model_type in DIRECT and full and getattr(config, "_attn_implementation", None) == "sdpa"
 
 
-def run_layer(layer: nn.Module, states: Tensor, positions: Tensor, rotary: Tensor) -> Tensor:
+def run_layer(layer: nn.Module, states: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """One decoder layer, causal."""
     return layer(states, attention_mask=None, position_ids=positions, position_embeddings=rotary)
 

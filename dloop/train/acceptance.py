@@ -14,9 +14,10 @@ from dloop.drafters.block import BlockModel
 from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.families import loaded
 from dloop.drafters.host import HostModel
+from dloop.gates.walk import figures
 from dloop.records import acceptance_length
 from dloop.targets.hf import HFTarget
-from dloop.train.replay import total, trace, walk
+from dloop.train.replay import trace, walk
 from dloop.types import Round
 
 NEVER_OPENS = 1.0
@@ -29,7 +30,6 @@ class Acceptance(TypedDict):
 
     tau: float  # with the loop, under the gate
     tau_host: float  # one stage a round
-    gate: float
     stages: list[float]  # accepted tokens of stage 1, 2 ... where all before were accepted whole; as far as any was
     texts: int
 
@@ -58,8 +58,8 @@ def replayed(model: BlockModel, target: HFTarget, texts: Sequence[Text], gate: f
         whole = [(each.accepted[:, :stage] == each.stage_len).all(1) for each in traces]
         found = torch.cat([each.accepted[kept, stage] for each, kept in zip(traces, whole, strict=True)])
         tallies.append(Tally(int(found.sum()), len(found)))
-    taus = [total(walk(each, at) for each in traces).acceptance_length for at in (gate, NEVER_OPENS)]
-    return summed(taus, tallies, gate, len(texts))
+    taus = [figures([walk(each, at) for each in traces], None).acceptance_length_pooled for at in (gate, NEVER_OPENS)]
+    return summed(taus, tallies, len(texts))
 
 
 def decoded(model: HostModel, target: HFTarget, texts: Sequence[Text], gate: float) -> Acceptance:
@@ -83,10 +83,10 @@ def decoded(model: HostModel, target: HFTarget, texts: Sequence[Text], gate: flo
     for stage in range(STAGES):
         reached = [each.accepted - stage * k for each in rounds if each.stages > stage and each.accepted >= stage * k]
         tallies.append(Tally(sum(min(k, count) for count in reached), len(reached)))
-    return summed(taus[::-1], tallies, gate, len(texts))
+    return summed(taus[::-1], tallies, len(texts))
 
 
-def summed(taus: Sequence[float], tallies: Sequence[Tally], gate: float, texts: int) -> Acceptance:
+def summed(taus: Sequence[float], tallies: Sequence[Tally], texts: int) -> Acceptance:
     """The record."""
     means = [tally.accepted / tally.reached for tally in tallies if tally.reached]
-    return {"tau": taus[0], "tau_host": taus[1], "gate": gate, "stages": means, "texts": texts}
+    return {"tau": taus[0], "tau_host": taus[1], "stages": means, "texts": texts}

@@ -67,15 +67,15 @@ class TokenFile:
     labels: np.ndarray | None = None  # for each token of `flat`; None: everything after a sample's prompt
 
     @classmethod
-    def read(cls, path: Path, max_length: int) -> "TokenFile":
+    def read(cls, path: Path, max_length: int, flag: str = "--train-data-path") -> "TokenFile":
         """Read an .npz with `flat` [total] and `lens` [samples, 2]. Samples are cut at `max_length` tokens.
 
-        Raises UserError for a file that is none, is damaged, or whose arrays cannot be tokens and lengths.
+        `flag`: what named it. Raises UserError for a file that is none, is damaged, or whose arrays cannot be tokens
+        and lengths.
         """
         if not path.is_file():
             raise UserError(
-                f"--train-data-path {path} does not exist; give conversations (.jsonl) or tokens (.npz with 'flat' "
-                "and 'lens')"
+                f"{flag} {path} does not exist; give conversations (.jsonl) or tokens (.npz with 'flat' and 'lens')"
             )
         try:
             with np.load(path) as data:
@@ -179,8 +179,7 @@ def batches(
     plan: list[np.ndarray] = []
     epoch = -1
     per_epoch = len(plan_epoch(lengths, batch_size, seed, 0))
-    if not per_epoch:
-        raise UserError(f"batch_size={batch_size} needs at least as many samples; the data has {len(data)}")
+    assert per_epoch, "fewer samples than a batch takes"
     for step in range(first_step, num_steps):
         if step // per_epoch != epoch:
             epoch = step // per_epoch

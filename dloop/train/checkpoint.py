@@ -5,7 +5,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -17,7 +17,7 @@ from dloop import checkpoint
 from dloop.drafters.families import write_config
 from dloop.drafters.host import HostConfig, HostModel
 from dloop.errors import UserError
-from dloop.records import number
+from dloop.records import Json
 from dloop.train.acceptance import Acceptance
 from dloop.train.optim import Optimizer
 from dloop.train.parallel import gathered, like
@@ -27,19 +27,28 @@ NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
 
 
 @dataclass(frozen=True)
+class Ruler:
+    """What measures checkpoints, and the facts that make two measures comparable: they are recorded with each."""
+
+    measure: Callable[[HostModel], Acceptance]
+    facts: dict[str, Json]
+
+
+@dataclass(frozen=True)
 class Keeping:
     """What checkpoints carry, and which of them stay."""
 
     fingerprint: str = ""  # of all that decides the run's numbers
     last: int | None = None  # how many stay beside the best one; None: all
-    judge: Callable[[HostModel], Acceptance] | None = None
+    ruler: Ruler | None = None
 
 
 class Progress(NamedTuple):
     """How far a run has come."""
 
-    epoch: int
-    step: int  # optimiser steps done
+    epoch: int = 0
+    step: int = 0  # optimiser steps done
+    pending: Sequence[Tensor] = ()  # what the steps since the last line of the log reported
 
 
 class State(NamedTuple):
@@ -76,6 +85,7 @@ def save(output_dir: Path, progress: Progress, config: HostConfig, found: State,
     state = {
         "epoch": progress.epoch,
         "step": progress.step,
+        "pending": list(progress.pending),
         "fingerprint": fingerprint,
         "masters": masters,
         "optimizer": adam,
@@ -98,22 +108,43 @@ def settle(path: Path) -> None:
         os.close(handle)
 
 
-def judge(folder: Path, model: HostModel, state: State, keeping: Keeping) -> None:
-    """Measure a new checkpoint's acceptance, if the run measures at all, and write it beside the weights."""
-    if keeping.judge is None:
+def judge(folder: Path, model: HostModel, masters: dict[str, Tensor], ruler: Ruler | None) -> None:
+    """Measure a checkpoint's acceptance, if the run measures at all, and write it beside the weights."""
+    if ruler is None:
         return
-    found = keeping.judge(rebuilt(model, state))
-    text = json.dumps({**found, "gate": number(found["gate"])}, indent=1, allow_nan=False) + "\n"
+    found = ruler.measure(rebuilt(model, masters))
+    text = json.dumps({**found, **ruler.facts}, indent=1, allow_nan=False) + "\n"
     partial = folder / f".{JUDGED}{PARTIAL}"
     partial.write_text(text)
     settle(partial)
     partial.replace(folder / JUDGED)
 
 
-def rebuilt(model: HostModel, state: State) -> HostModel:
+def check_measures(output_dir: Path, ruler: Ruler | None) -> None:
+    """Raises UserError where checkpoints were measured by another ruler: the best one could not be told."""
+    if ruler is None:
+        return
+    for path in (folder / JUDGED for folder in checkpoints(output_dir) if tau_of(folder) > -math.inf):
+        known = json.loads(path.read_text())
+        for name, value in ruler.facts.items():
+            if known.get(name) != value:
+                raise UserError(
+                    f"{path} was measured with {name}={known.get(name)}, not {value}; resume with the same --eval-... "
+                    "flags, or choose another --output-dir"
+                )
+
+
+def judge_earlier(output_dir: Path, model: HostModel, ruler: Ruler | None) -> None:
+    """Measure the checkpoints that a killed run left unmeasured."""
+    for folder in checkpoints(output_dir):
+        if ruler and tau_of(folder) == -math.inf:
+            judge(folder, model, read_state(folder)["masters"], ruler)
+
+
+def rebuilt(model: HostModel, masters: dict[str, Tensor]) -> HostModel:
     """A drafter of its own with these weights."""
-    fresh = type(model)(model.config).to(next(iter(state.masters.values())).device)
-    fresh.load_state_dict(state.masters)
+    fresh = type(model)(model.config).to(next(model.parameters()).device)
+    fresh.load_state_dict(masters)
     return fresh
 
 
@@ -166,19 +197,13 @@ def resume(folder: Path, model: HostModel, optimizer: Optimizer, fingerprint: st
 
     Raises UserError if the state is damaged, not finite, or of other settings.
     """
-    try:
-        state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-        found = [state[key] for key in ("fingerprint", "epoch", "step", "masters", "optimizer")]
-    except Exception as error:  # a damaged archive raises whatever its readers trip over
-        raise UserError(
-            f"{folder / STATE} cannot be read ({type(error).__name__}); remove that folder to go on before it"
-        ) from error
+    state = read_state(folder)
     if state["fingerprint"] != fingerprint:
         raise UserError(
             f"{folder} was written by a run with other settings ({state['fingerprint']} instead of {fingerprint}); "
             "resume with the same settings or choose another --output-dir"
         )
-    if not all_finite(tensors_in(found)):
+    if not all_finite(tensors_in(state)):
         raise UserError(
             f"{folder} holds values that are not finite: its run had diverged; remove it to go on from the one before, "
             "or start anew with a lower --learning-rate"
@@ -190,7 +215,19 @@ def resume(folder: Path, model: HostModel, optimizer: Optimizer, fingerprint: st
             moments[name] = like(value, optimizer.parameters[index])
     optimizer.adam.load_state_dict(state["optimizer"])
     optimizer.adam.param_groups[0]["lr"] = optimizer.rate  # the loaded copy is no longer the tensor that set_rate fills
-    return Progress(int(state["epoch"]), int(state["step"]))
+    pending = [values.to(optimizer.rate.device) for values in state["pending"]]
+    return Progress(int(state["epoch"]), int(state["step"]), pending)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """All that `save` put there. Raises UserError if it is damaged."""
+    try:
+        state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+        return {key: state[key] for key in ("fingerprint", "epoch", "step", "pending", "masters", "optimizer")}
+    except Exception as error:  # a damaged archive raises whatever its readers trip over
+        raise UserError(
+            f"{folder / STATE} cannot be read ({type(error).__name__}); remove that folder to go on before it"
+        ) from error
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ class Interrupt:
     def __init__(self) -> None:
         self.times = 0
         self.insisted = False  # weights may be half updated
+        self.agreed = False  # all processes end here
         self.saving = False
         self.before = signal.getsignal(signal.SIGINT)
         self.in_main_thread = threading.current_thread() is threading.main_thread()
@@ -27,7 +28,8 @@ class Interrupt:
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if an end was asked for, of any process: all end at the same step."""
-        if any_of(self.times):
+        self.agreed = any_of(self.times)
+        if self.agreed:
             raise KeyboardInterrupt
 
     @contextmanager

@@ -1,6 +1,8 @@
 """The log of a run: a CSV line every few steps, and the breaker that ends a run which has left the finite numbers."""
 
 import csv
+import io
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +12,13 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from dloop.data.answers import whole
+from dloop.errors import UserError
+from dloop.train.checkpoint import Progress
+
+FIXED = ("step", "epoch", "rate", "step_ms")  # columns before a family's own
+logger = logging.getLogger("dloop")
 
 
 class Record(NamedTuple):
@@ -26,15 +35,16 @@ class Log:
     """Collects steps on the device; writes a CSV line and reads the numbers back once a line."""
 
     def __init__(
-        self, path: Path | None, names: tuple[str, ...], done: int, samples: Callable[[int], Sequence[int]]
+        self, path: Path | None, names: tuple[str, ...], begun: Progress, samples: Callable[[int], Sequence[int]]
     ) -> None:
-        """`path`: None writes nothing. `done`: steps a resumed run has; what was logged beyond them is dropped.
-        `samples`: those of a 0-based step.
+        """`path`: None writes nothing. `begun`: where a resumed run goes on; what was logged beyond is dropped.
+        `samples`: those of a 0-based step. Raises UserError where an earlier log is damaged.
         """
         self.path, self.samples = path, samples
         if path is not None:
-            begin(path, names, done)
-        self.pending: list[Tensor] = []
+            begin(path, names, begun.step)
+        self.pending = list(begun.pending)
+        self.resumed = len(self.pending)  # steps of another sitting, which took no time in this one
         self.started = time.perf_counter()
 
     def add(self, values: Float[Tensor, " c"]) -> None:
@@ -59,8 +69,8 @@ class Log:
     def line(self, step: int, epoch: int, rate: float) -> Record:
         """Write the means since the last line. Raises RuntimeError if one is not finite."""
         values = self.check(step)
-        elapsed = (time.perf_counter() - self.started) * 1000 / len(self.pending)
-        self.pending = []
+        elapsed = (time.perf_counter() - self.started) * 1000 / (len(self.pending) - self.resumed)
+        self.pending, self.resumed = [], 0
         self.started = time.perf_counter()
         if self.path is None:
             return Record(step, epoch, rate, elapsed, values)
@@ -70,11 +80,38 @@ class Log:
 
 
 def begin(path: Path, names: tuple[str, ...], done: int) -> None:
-    """Write the header, and of an earlier log the lines up to `done`."""
+    """Write the header, and of an earlier log the lines up to `done`. Raises UserError where it is damaged."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept: list[list[str]] = []
-    if done and path.exists():
-        with path.open(newline="") as file:
-            kept = [row for row in list(csv.reader(file))[1:] if row and int(row[0]) <= done]
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("step", "epoch", "rate", "step_ms", *names), *kept])
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([(*FIXED, *names), *earlier(path, names, done)])
+    with whole(path) as file:
+        file.write(text.getvalue().encode())
+
+
+def earlier(path: Path, names: tuple[str, ...], done: int) -> list[list[str]]:
+    """The lines up to `done` of a log that a killed run left; one that it did not finish is none.
+
+    Raises UserError where another is damaged.
+    """
+    if not done or not path.exists():
+        return []
+    header = (*FIXED, *names)
+    lines = path.read_bytes().decode(errors="replace").splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        logger.warning(f"{path}: its last line, {lines.pop()!r}, was not finished and is left out")
+    rows = list(csv.reader(lines))
+    for number, row in enumerate(rows, 1):
+        if not (is_line(row, len(header)) if number > 1 else tuple(row) == header):
+            raise UserError(
+                f"{path}, line {number} is damaged ({','.join(row)[:50]!r}); mend it, or move the file away to go on "
+                "with a new one"
+            )
+    return [row for row in rows[1:] if int(row[0]) <= done]
+
+
+def is_line(row: list[str], width: int) -> bool:
+    """Whether these are the fields of a log's line: a step, then numbers."""
+    try:
+        return len(row) == width and int(row[0]) > 0 and all(math.isfinite(float(value)) for value in row[1:])
+    except ValueError:
+        return False

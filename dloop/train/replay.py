@@ -5,8 +5,6 @@ greedy text one packed forward gives the proposals of stage 1, and, where stage 
 stage 2, and so on: exactly what decoding would have drafted.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dloop.drafters.block import BlockModel
+from dloop.gates.walk import Walk, along
 from dloop.targets.hf import HFTarget
 from dloop.train.anchors import Anchors
 from dloop.train.packed import PackedStages
@@ -26,21 +25,6 @@ class Trace(NamedTuple):
     accepted: Int[Tensor, "n S"]  # leading tokens of the stage that equal the text
     score: Float[Tensor, "n S"]  # summed top-1 log-probability
     stage_len: int
-
-
-@dataclass(frozen=True)
-class Walk:
-    """One text decoded under one gate."""
-
-    tokens: int
-    rounds: int
-    stages: int
-    looped: int  # tokens accepted in stages >= 2
-    full: int  # rounds whose first stage was accepted whole
-
-    @property
-    def acceptance_length(self) -> float:
-        return self.tokens / max(self.rounds, 1)
 
 
 @torch.no_grad()
@@ -82,27 +66,12 @@ def follow(stages: PackedStages, num_stages: int) -> Trace:
 def walk(trace: Trace, gate: float | None) -> Walk:
     """Decode along the text under a fixed gate on the last stage; None is the oracle, which goes on exactly while
     everything drafted is right. The text ends like `max_new_tokens` does.
+
+    Stages beyond a miss, which are drafted in vain, are not known here and not counted: they change no round.
     """
-    accepted, score, k = trace.accepted.tolist(), trace.score.tolist(), trace.stage_len
-    here = rounds = stages = looped = full = tokens = 0
-    while here < len(accepted):
-        depth = 1
-        while depth < len(score[here]) and accepted[here][depth - 1] == k:  # beyond a miss all is drafted in vain
-            if gate is not None and score[here][depth - 1] < gate:
-                break
-            depth += 1
-        taken = 0
-        for stage in range(depth):
-            taken += accepted[here][stage]
-            looped += accepted[here][stage] if stage else 0
-            if accepted[here][stage] < k:
-                break
-        full += accepted[here][0] == k
-        rounds, stages, here, tokens = rounds + 1, stages + depth, here + taken + 1, tokens + taken + 1
-    return Walk(tokens, rounds, stages, looped, full)
-
-
-def total(walks: Iterable[Walk]) -> Walk:
-    """All texts together."""
-    found = list(walks)
-    return Walk(*(sum(getattr(w, name) for w in found) for name in ("tokens", "rounds", "stages", "looped", "full")))
+    going = trace.accepted[:, :-1] == trace.stage_len
+    if gate is not None:
+        going &= trace.score[:, :-1].double() >= gate
+    depths = 1 + going.long().cumprod(1).sum(1)
+    drafted = torch.arange(trace.accepted.shape[1]) < depths[:, None]
+    return along((trace.accepted * drafted).sum(1).numpy(), depths.numpy(), trace.stage_len)

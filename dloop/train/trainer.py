@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dloop.errors import UserError
 from dloop.train.alarms import Frozen
 from dloop.train.batch import TokenFile, TrainBatch, batches, samples_of_batch
 from dloop.train.checkpoint import Keeping, Progress, collect, judge, prune, save
@@ -21,7 +20,7 @@ from dloop.train.optim import learning_rate
 from dloop.train.parallel import ALONE, Share, wait
 from dloop.train.step import GraphedStep, Step, columns
 
-ALL = Keeping()
+ALL, START = Keeping(), Progress()
 logger = logging.getLogger("dloop")
 
 
@@ -61,11 +60,11 @@ class Run:
         optimizer, model = self.step_once.optimizer, self.step_once.objective.model
         with self.interrupt.held():
             self.log.check(step)
-            progress = Progress(epoch_at(step, self.data, self.settings), step)
+            progress = Progress(epoch_at(step, self.data, self.settings), step, self.log.pending)
             found = collect(model, optimizer)
             if not self.settings.share.rank:
                 folder = save(self.output_dir, progress, model.config, found, self.keeping.fingerprint)
-                judge(folder, model, found, self.keeping)
+                judge(folder, model, found.masters, self.keeping.ruler)
                 prune(self.output_dir, self.keeping.last)
             wait()
 
@@ -95,19 +94,18 @@ def train(
     settings: TrainSettings,
     output_dir: Path,
     *,
-    done: int = 0,
+    begun: Progress = START,
     keeping: Keeping = ALL,
 ) -> Iterator[Record]:
-    """Train from step `done` on; yield a record every `log_interval` steps. Saves on the way, at the end, and when
-    interrupted (Ctrl-C or the consumer's close), but not what a step left half done. Raises RuntimeError, and saves no
-    more, once a value is not finite.
+    """Train on from where it has `begun`; yield a record every `log_interval` steps. Saves on the way, at the end, and
+    when interrupted (Ctrl-C or the consumer's close), but not what a step left half done. Raises RuntimeError, and
+    saves no more, once a value is not finite.
     """
-    check(settings)
     share = settings.share
-    stream = parts_of_steps(data, settings, done)
+    stream = parts_of_steps(data, settings, begun.step)
     path = None if share.rank else output_dir / "train.csv"
-    log = Log(path, columns(step_once.objective), done, partial(samples_of_step, data, settings))
-    saved = step = done
+    log = Log(path, columns(step_once.objective), begun, partial(samples_of_step, data, settings))
+    saved = step = begun.step
     frozen = Frozen(step_once.objective.model)
     run = Run(step_once, data, settings, output_dir, keeping, Interrupt(), log, frozen)
     try:
@@ -118,11 +116,12 @@ def train(
             if record := run.note(step, values):
                 yield record
             if step % settings.save_interval == 0:
+                saved = step  # what fails once is not tried again
                 run.keep(step)
-                saved = step
     finally:
         try:
-            if step != saved and not run.interrupt.insisted and not step_once.torn:
+            together = share.world == 1 or run.interrupt.agreed or step == settings.num_steps
+            if step != saved and together and not run.interrupt.insisted and not step_once.torn:
                 run.keep(step)
         finally:
             run.interrupt.restore()
@@ -186,10 +185,3 @@ def epoch_at(step: int, data: TokenFile, settings: TrainSettings) -> int:
 def steps_of_epochs(num_epochs: int, data: TokenFile, settings: TrainSettings) -> int:
     """Steps in so many passes, at least 1: batches that do not fill a last step are left out once, not every pass."""
     return max(1, num_epochs * batches_per_epoch(data, settings) // settings.accumulation_steps)
-
-
-def check(settings: TrainSettings) -> None:
-    """Refuse counts that cannot be. Raises UserError."""
-    for name in ("num_steps", "batch_size", "accumulation_steps", "log_interval", "save_interval"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"{name}={getattr(settings, name)} must be at least 1")
