@@ -1,14 +1,21 @@
 """What makes a training step faster leaves its values and gradients as they are."""
 
+import copy
+import itertools
 import json
 import re
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from dloop.bench.store import write
+from dloop.detect import BLOCK_FAMILIES
+from dloop.targets.frozen import compiled_layer
 from dloop.testing import tiny_drafter, tiny_target
 from dloop.train import packed
 from dloop.train.anchors import sample_anchors
@@ -114,3 +121,38 @@ def test_the_benchmark_of_published_sizes_times_every_host(monkeypatch, tmp_path
     for words in (["--variants", "dense+fast"], ["--hosts", "medusa"]):
         with pytest.raises(SystemExit, match=re.escape(words[1])):
             script.main(words)
+
+
+@pytest.mark.parametrize("family", BLOCK_FAMILIES)
+def test_compiled_parts_change_no_loss_and_are_compiled_a_few_times(monkeypatch, family, unchecked):
+    """Traced, then run as it is: whether a kernel is right is the compiler's business, how often it is asked ours."""
+    counter, compile_function, compile_module = CompileCounterWithBackend("aot_eager"), torch.compile, nn.Module.compile
+    monkeypatch.setattr(torch, "compile", partial(compile_function, backend=counter))
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compile_module(module, backend=counter))
+    compiled_layer.cache_clear()
+    torch.compiler.reset()
+    target = tiny_target("llama", seed=3)
+    model = tiny_drafter(target, family=family).model.requires_grad_(True)
+    twin, taps = copy.deepcopy(model), model.config.target_layer_ids
+    plain, fused = (objective_of(one, target.vocabulary, ObjectiveSettings(num_anchors=8)) for one in (model, twin))
+    fused.compile_parts()
+    assert list(model.state_dict()) == list(twin.state_dict())
+    for width, depth in itertools.product((64, 128, 192), (0, 1, 2, 3)):
+        tokens, mask = torch.randint(3, target.vocab_size, (2, width)), torch.ones(2, width, dtype=torch.bool)
+        batch = TrainBatch(tokens, mask, mask.sum(1), torch.zeros(2, dtype=torch.long))
+        features, same = target.features(tokens, taps), target.features(tokens, taps, compiled=True)
+        torch.testing.assert_close(same.taps, features.taps)
+        torch.testing.assert_close(same.last, features.last)
+        anchors = sample_anchors(mask, 8)
+        losses = [objective(batch, features, depth, anchors).total for objective in (plain, fused)]
+        torch.testing.assert_close(*losses)
+        found = [
+            torch.autograd.grad(loss, list(one.parameters()), allow_unused=True)
+            for loss, one in zip(losses, (model, twin), strict=True)
+        ]
+        torch.testing.assert_close(*found)
+        if (width, depth) == (128, 0):
+            counted = counter.frame_count
+    assert counter.frame_count == counted < 24  # widths and depths to come are known to what is compiled
+    compiled_layer.cache_clear()
+    torch.compiler.reset()

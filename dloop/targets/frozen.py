@@ -38,8 +38,8 @@ def run_layers(
     backbone: nn.Module,
     tokens: Int[Tensor, "B T"],
     taps: tuple[int, ...],
-    *,
     positions: Int[Tensor, "#B T"] | None = None,
+    *,
     last: bool = True,
     compiled: bool = False,
 ) -> tuple[Float[Tensor, "B T F"], Float[Tensor, "B T D"]]:

@@ -141,15 +141,12 @@ class HFTarget:
         last: bool = True,
         compiled: bool = False,
     ) -> "BatchFeatures":
-        """Features of whole right-padded sequences, for training: no memory, no gradient, no head.
+        """Features of whole right-padded sequences, for training: no memory, no gradient, no head. `positions`: 0..T-1.
 
-        `positions`: 0..T-1 by default. Without `last` the layers above the last tapped one are left out, and
-        `compiled` layers are fused, where they run directly.
+        Where the layers run directly, those above the last tap are left out without `last`, and fused if `compiled`.
         """
         if runs_directly(self.config):
-            return BatchFeatures(
-                *run_layers(self.backbone, tokens, taps, positions=positions, last=last, compiled=compiled)
-            )
+            return BatchFeatures(*run_layers(self.backbone, tokens, taps, positions, last=last, compiled=compiled))
         inputs: dict[str, object] = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
         return BatchFeatures(*self.run(inputs, taps))
 
