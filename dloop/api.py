@@ -9,7 +9,8 @@ from torch import Tensor
 from dloop.chat import Growing, Message, Tokenizer, encode_prompt, is_text
 from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
-from dloop.gate import FixedGate, Gate, GateSum
+from dloop.gate import AutoName, GateSum
+from dloop.gates.choose import check_gate, gate_of
 from dloop.loop import Judge, Session, decode, run_one
 from dloop.misfits import check_pair
 from dloop.settings import (
@@ -126,7 +127,7 @@ def stream(
     drafter: HostDrafter | None,
     prompt_ids: Prompt,
     max_new_tokens: int = 256,
-    loop_gate: float = 1.0,
+    loop_gate: float | AutoName = 1.0,
     gate_sum: GateSum = "last",
     max_stages: int = 12,
     temperature: float = 0.0,
@@ -154,7 +155,7 @@ def generate(
     drafter: HostDrafter | None,
     prompt_ids: Prompt,
     max_new_tokens: int = 256,
-    loop_gate: float = 1.0,
+    loop_gate: float | AutoName = 1.0,
     gate_sum: GateSum = "last",
     max_stages: int = 12,
     temperature: float = 0.0,
@@ -180,8 +181,10 @@ def generate(
             template: [{"role": "user", "content": "Hello"}]. The last two need the tokenizer beside the target's
             weights. With max_new_tokens the prompt must fit the target's context.
         loop_gate: another stage is drafted while the stage's summed top-1 log-probability is at least this.
-            1.0 never opens (the host as released); -inf is always open.
-        gate_sum: "last" judges the stage just drafted, "all" the whole chain.
+            1.0 never opens (the host as released); -inf is always open. "auto" needs no number: it weighs what a
+            further stage should bring against its time, learns both while decoding, and keeps what it learned with the
+            drafter, for all texts that follow; "auto:full" is another estimator of the same.
+        gate_sum: (of thresholds) "last" judges the stage just drafted, "all" the whole chain.
         max_stages: most drafting stages before a verification.
         temperature, top_k, top_p, seed: 0 is greedy; without a seed a fresh one is drawn and recorded.
         verify: with a temperature, "match" (the text of plain sampling with the same seed, token for token), "reject"
@@ -203,7 +206,7 @@ def generate_autoregressive(
     target: HFTarget,
     prompt_ids: Prompt,
     max_new_tokens: int = 256,
-    loop_gate: float = 1.0,
+    loop_gate: float | AutoName = 1.0,
     gate_sum: GateSum = "last",
     max_stages: int = 12,
     temperature: float = 0.0,
@@ -248,7 +251,7 @@ def start(
     limits = limits_of(settings, target, drafter)
     session = Session(target=target.open(drafter.taps if drafter else ()), drafter=drafter.open() if drafter else None)
     judge = judge or judge_of(settings, sampling, drafter, target.sampler)
-    task = decode(session, 0, prompt, gate=gate_of(settings), judge=judge, limits=limits)
+    task = decode(session, 0, prompt, gate=gate_of(settings, target, drafter), judge=judge, limits=limits)
     return Stream(run_one(task, session), None if sampling.is_greedy else sampling.seed, target.is_exact, tokenizer)
 
 
@@ -256,6 +259,7 @@ def check_request(target: HFTarget, drafter: HostDrafter | None, settings: Setti
     """Raises UserError for what is no model, and for settings that these models cannot honour."""
     check_loaded(target, drafter, settings)
     check_types(settings)
+    check_gate(settings)
     refuse_unsupported(settings, target, drafter)
     if drafter is not None:
         check_pair(drafter.config, target, drafter.name)  # loaded for one target, handed another
@@ -271,11 +275,6 @@ def check_loaded(target: object, drafter: object, settings: object) -> None:
         )
     if not isinstance(settings, Settings):
         raise UserError(f"settings={settings!r:.60} must be Settings(...)")
-
-
-def gate_of(settings: Settings) -> Gate:
-    """A gate for one sequence."""
-    return FixedGate(settings.loop_gate, settings.gate_sum)
 
 
 def collect(stream: Stream) -> Generation:

@@ -9,9 +9,10 @@ from functools import partial
 
 from torch import Tensor
 
-from dloop.api import check_request, gate_of
+from dloop.api import check_request
 from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
+from dloop.gates.choose import gate_of
 from dloop.loop import Session, Task, decode, run_queue
 from dloop.sampling import sample_seed
 from dloop.settings import Settings, check_prompt, judge_of, limits_of, sampling_of, shaped
@@ -72,7 +73,7 @@ def generate_numbered(
         texts[start] = Completion(index=prompt[0], seed=own.seed)
         limits, judge = limits_of(settings, target, drafter), judge_of(settings, own, drafter, target.sampler)
         tokens = check_prompt(prompt[1], target, settings.max_new_tokens)
-        return decode(session, slot, tokens, gate=gate_of(settings), judge=judge, limits=limits)
+        return decode(session, slot, tokens, gate=gate_of(settings, target, drafter), judge=judge, limits=limits)
 
     starts: Iterator[Callable[[int], Task]] = (partial(begin, start, prompt) for start, prompt in enumerate(numbered))
     for start, event in run_queue(starts, session, live):

@@ -7,6 +7,7 @@ from dloop.errors import UserError
 from dloop.types import Draft, Round
 
 GateSum = Literal["last", "all"]
+AutoName = Literal["auto", "auto:full"]  # gates that calibrate themselves
 
 NEVER_OPENS = 1.0  # log-probabilities are at most 0, so this threshold is the host exactly as released
 ALWAYS_OPEN = float("-inf")

@@ -16,7 +16,7 @@ from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
 from dloop.drafters.host import HostDrafter
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.errors import UserError
-from dloop.gate import GateSum
+from dloop.gate import AutoName, GateSum
 from dloop.judge import PLAIN, Match, Reject, Sampler
 from dloop.loop import Limits
 from dloop.sampling import Sampling, fresh_seed
@@ -60,7 +60,7 @@ class Settings:
     """Everything that decides a decode besides the models and the prompt; see `generate` for the meanings."""
 
     max_new_tokens: int = 256
-    loop_gate: float = 1.0
+    loop_gate: float | AutoName = 1.0
     gate_sum: GateSum = "last"
     max_stages: int = 12
     temperature: float = 0.0
@@ -83,7 +83,7 @@ def check_types(settings: Settings) -> None:
     """Numbers must be numbers: a text or a fraction would go wrong far from here. NumPy's numbers are welcome."""
     for kind, names, what in (
         (Integral, ("max_new_tokens", "max_stages", "top_k", "topk_k", "tree_width"), "a whole number"),
-        (Real, ("loop_gate", "temperature", "top_p", "tree_beta"), "a number"),
+        (Real, ("temperature", "top_p", "tree_beta"), "a number"),
         (Integral | None, ("seed", "draft_depth", "mtp_k"), "a whole number or None"),
     ):
         for name in names:

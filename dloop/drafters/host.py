@@ -3,12 +3,13 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, cast
 
 from torch import nn
 
+from dloop.gates.learned import Learned
 from dloop.lent import LentKind
 from dloop.loop import Drafter
 from dloop.trees.shape import TreeShape
@@ -111,6 +112,7 @@ class HostDrafter(ABC):
     vocabulary: Vocabulary
     folder: Path | None = None
     trees: TreeShape | None = None  # None: every stage is a chain
+    learned: Learned = field(default_factory=Learned, compare=False, repr=False)  # by gates; all shapes share it
 
     @property
     def config(self) -> HostConfig:

@@ -18,14 +18,15 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils.generic import ModelOutput
 
-from dloop.api import check_request, gate_of
+from dloop.api import check_request
 from dloop.drafters.host import HostDrafter
 from dloop.dropin.adopt import adopt, changes
 from dloop.dropin.call import CACHES, Call, reasons
 from dloop.dropin.run import Pair, Report, run
 from dloop.dropin.walk import Streamer
 from dloop.errors import UserError
-from dloop.gate import GateSum
+from dloop.gate import AutoName, GateSum
+from dloop.gates.choose import gate_of
 from dloop.load import load_drafter
 from dloop.settings import Budget, Settings, limits_of, shaped
 from dloop.tally import Tally
@@ -180,7 +181,7 @@ class Attached(GenerationMixin):
 def attach(
     model: PreTrainedModel | HFTarget,
     drafter: HostDrafter | str,
-    loop_gate: float = 1.0,
+    loop_gate: float | AutoName = 1.0,
     gate_sum: GateSum = "last",
     max_stages: int = 12,
     tree_budget: Budget = "host",
@@ -236,7 +237,7 @@ def checked(target: HFTarget, drafter: HostDrafter, settings: Settings) -> Pair:
         raise UserError(
             f"{drafter.name} is in {own}, {target.name} in {target.dtype}; load the drafter for this target"
         )
-    gate_of(settings)
+    gate_of(settings, target, drafter)
     limits_of(settings, target, drafter)
     shape = shaped(drafter, settings, target)
     assert shape is not None

@@ -1,6 +1,6 @@
 """One call of `generate`, decoded with a drafter: all sequences together, in transformers' own form of a result."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -8,10 +8,11 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from dloop.api import gate_of
 from dloop.drafters.host import HostDrafter
 from dloop.dropin.call import Call, of_row
 from dloop.dropin.walk import Keyed, Pick, Walk, Walked, drawn, most_likely
+from dloop.gate import Gate
+from dloop.gates.choose import gate_of
 from dloop.loop import Session, Task, decode, run_many
 from dloop.sampling import sample_seed
 from dloop.settings import Settings, limits_of
@@ -109,7 +110,15 @@ def task_of(pair: Pair, call: Call, session: Session, row: int, walk: Walk) -> T
         context=bounds.context,
     )
     prompt: list[int] = call.ids[row][call.real[row].bool()].tolist()
-    return decode(session, row, prompt, gate=gate_of(pair.settings), judge=walk, limits=limits)
+    return decode(session, row, prompt, gate=gate_for(pair, call), judge=walk, limits=limits)
+
+
+def gate_for(pair: Pair, call: Call) -> Gate:
+    """A gate for one sequence. What bends logits beyond temperature, top-k and top-p teaches gates nothing."""
+    temperature = float(call.config.temperature or 1.0) if call.config.do_sample else 0.0
+    usual = {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"}
+    teaches = all(type(processor).__name__ in usual for processor in call.processors)
+    return gate_of(replace(pair.settings, temperature=temperature), pair.target, pair.drafter, teaches=teaches)
 
 
 def result_of(call: Call, walks: list[Walk]) -> GenerateDecoderOnlyOutput | Tensor:

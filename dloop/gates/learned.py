@@ -1,0 +1,145 @@
+"""What the gates of a drafter have learned, and the file that keeps it: one entry a pair, law and machine."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from dloop.errors import UserError
+from dloop.gate import AutoName
+from dloop.gates.auto import Learner
+from dloop.gates.clock import Clock, Times
+from dloop.gates.curve import BINS, Curve
+from dloop.gates.line import Line
+from dloop.gates.modelled import ByModel, Survival
+from dloop.gates.value import ByScore, Proxy, Value
+
+SCHEMA = 1
+State = dict[str, Any]  # JSON
+
+
+@dataclass
+class Learned:
+    """Of one loaded drafter, in all its shapes and on all its targets."""
+
+    learners: dict[str, Learner] = field(default_factory=dict[str, Learner])  # by what they hold for
+    kept: dict[str, State] = field(default_factory=dict[str, State])  # read from a file, and not asked for yet
+
+    def at(self, name: AutoName, key: str, stage_len: int) -> Learner:
+        """The learner of this gate for this key; a new one where nothing is known. Raises UserError for bad files."""
+        key = f"{name} | {key}"
+        if key not in self.learners:
+            state = self.kept.pop(key, None)
+            self.learners[key] = fresh(name, stage_len) if state is None else restored(state, key)
+        return self.learners[key]
+
+    @property
+    def rounds(self) -> int:
+        """That anything was learned from."""
+        return sum(learner.rounds for learner in self.learners.values()) + sum(s["rounds"] for s in self.kept.values())
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.learners.clear()
+        self.kept.clear()
+
+    def load(self, path: Path) -> None:
+        """Begin with what a file keeps. Raises UserError where it is none."""
+        found = read(path)
+        self.forget()
+        self.kept |= found
+
+    def save(self, path: Path) -> None:
+        """Write everything, all of it or nothing; what the file keeps of other pairs stays."""
+        others = read(path) if path.is_file() else {}
+        for learner in self.learners.values():
+            learner.settle()
+        states = {key: state_of(learner) for key, learner in self.learners.items()}
+        whole = {"schema": SCHEMA, "gates": {**others, **self.kept, **states}}
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror or error}); give another file") from error
+
+
+def fresh(name: AutoName, stage_len: int) -> Learner:
+    """A learner that knows nothing."""
+    return Learner(ByModel.guessed(stage_len) if name == "auto:full" else ByScore(Curve.guessed(stage_len)))
+
+
+def read(path: Path) -> dict[str, State]:
+    """The entries of a file. Raises UserError."""
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, State] = whole["gates"]
+        if whole["schema"] != SCHEMA or not all(isinstance(state["rounds"], int) for state in found.values()):
+            raise ValueError(f"schema {whole['schema']}")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); give a file that a gate wrote") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} keeps no gate's state ({type(error).__name__}: {error}); remove it") from error
+    return found
+
+
+def state_of(learner: Learner) -> State:
+    """Everything a learner knows, as JSON."""
+    value = learner.value
+    if isinstance(value, ByModel):
+        about = {"slope": value.survival.slope, "offsets": value.survival.offsets}
+        about |= {"counts": value.counts, "totals": value.totals, "proxy": asdict(value.proxy)}
+    else:
+        assert isinstance(value, ByScore)
+        curve = {"weight": value.curve.weight, "total": value.curve.total}
+        about = {"curve": curve, "proxy": asdict(value.proxy)}
+    return {
+        "rounds": learner.rounds,
+        "nodes": learner.nodes,
+        "surplus": learner.surplus,
+        "value": about,
+        "clock": {str(live): asdict(times) for live, times in learner.clock.times.items()},
+    }
+
+
+def restored(state: State, key: str) -> Learner:
+    """A learner as it was. Raises UserError for what none wrote."""
+    try:
+        clock = {int(live): times_of(times) for live, times in state["clock"].items()}
+        return Learner(
+            value_of(state["value"]),
+            Clock(clock),
+            rounds=state["rounds"],
+            nodes=float(state["nodes"]),
+            surplus=float(state["surplus"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"the gate's state of {key} is damaged ({type(error).__name__}: {error}); remove the file"
+        ) from error
+
+
+def value_of(about: State) -> Value:
+    """The estimator."""
+    proxy = Proxy(*(bins_of(about["proxy"][name], 2) for name in ("drafted", "instead")))
+    if "curve" in about:
+        return ByScore(Curve(*bins_of([about["curve"]["weight"], about["curve"]["total"]], BINS)), proxy)
+    offsets = [float(offset) for offset in about["offsets"]]
+    survival = Survival(len(offsets) // 2, float(about["slope"]), offsets)
+    return ByModel(survival, bins_of(about["counts"]), bins_of(about["totals"]), proxy)
+
+
+def bins_of(rows: object, width: int | None = None) -> list[list[float]]:
+    """Rows of numbers, of one width where it is fixed. Raises ValueError."""
+    found = [[float(value) for value in row] for row in cast(list[list[float]], rows)]
+    if width is not None and any(len(row) != width for row in found):
+        raise ValueError(f"rows that are not {width} wide")
+    return found
+
+
+def times_of(about: Mapping[str, Any]) -> Times:
+    """Measured times."""
+    lines = {name: Line(**{**about[name], "doubt": tuple(about[name]["doubt"])}) for name in ("draft", "verify")}
+    return Times(**lines, tokens=float(about["tokens"]), seconds=float(about["seconds"]))
