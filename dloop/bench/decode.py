@@ -149,7 +149,8 @@ def warm_up(decoder: Decoder, sample: Sample) -> None:
     length = min(WARM_UP_PROMPT, target.context // 2)
     prompt = decoder.encode([{"role": "user", "content": sample.turns[0]}])[:length]
     few = replace(settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))
-    shapes = settings.max_stages if drafter is not None and settings.loop_gate <= 0 else 1
+    may_open = isinstance(settings.loop_gate, str) or settings.loop_gate <= 0
+    shapes = settings.max_stages if drafter is not None and may_open else 1
     for _ in range(WARM_UP_PASSES):
         decode_prompt(decoder, few, prompt)
         for count in range(2, shapes + 1):

@@ -99,7 +99,10 @@ def automatic(result: Result) -> str:
     if tree:
         name = "tree" if name == "host" else f"tree_{name}"
     changed = [part.partition("=") for part in cast(str, result.summary["setting_name"]).split(",")]
-    left_out = ELSEWHERE | (set() if looping else OF_OPEN_GATES) | ({"tree-budget"} if tree else set())
+    learns = (
+        {"loop-gate"} if isinstance(setting["loop_gate"], str) and setting["loop_gate"].startswith("auto") else set()
+    )
+    left_out = ELSEWHERE - learns | (set() if looping else OF_OPEN_GATES) | ({"tree-budget"} if tree else set())
     return ",".join([name, *("".join(part) for part in changed if part[1] and part[0] not in left_out)])
 
 

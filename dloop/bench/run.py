@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dloop import checkpoint
+from dloop.bench import gate_state
 from dloop.bench.decode import Decoder, decode_sample, warm_up
 from dloop.bench.measure import figures
 from dloop.bench.ranks import Ranks, joined
@@ -21,6 +22,7 @@ from dloop.chat import Tokenizer, load_tokenizer
 from dloop.cli.answer import hush, setting_of
 from dloop.cli.bench import Command, as_generate, setting_name
 from dloop.cli.race import bar
+from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.load import load_drafter, load_target
 from dloop.records import SCHEMA, Json, dumps, hardware, plain, versions
@@ -198,16 +200,26 @@ def decode_all(measured: Sequence[tuple[Run, Store]], data: DataSet) -> None:
     total = len(share) * len(measured)
     if ranks.leads and len(todo) < total:
         print(f"dloop bench: {data.name}: {total - len(todo)} of {total} samples are on record", file=sys.stderr)
+    for run, store in measured:
+        if (drafter := learning(run)) is not None and any(run is each for _, each, _ in todo):
+            gate_state.begin(drafter, store, ranks.rank, run.command.gate_state)
     with bar(total) as progress:
         task = progress.task_ids[0]
         progress.update(task, description=data.name, completed=total - len(todo), visible=ranks.leads)
         for sample, run, store in todo:
             responses = decode_sample(run.decoder, sample)
             store.append(ranks.rank, responses)
+            if (drafter := learning(run)) is not None:
+                drafter.learned.save(gate_state.file_of(store, ranks.rank))
             progress.advance(task)
             for failed in (r.header for r in responses if r.header["error"] is not None):
                 where = f"{data.name}, sample {failed['sample']}, turn {failed['turn']}"
                 print(f"dloop bench: failed: {where}: {failed['error']}", file=sys.stderr)
+
+
+def learning(run: Run) -> HostDrafter | None:
+    """The drafter whose gates learn while this setting is measured; None where nothing learns."""
+    return run.decoder.drafter if isinstance(run.command.loop_gate, str) else None
 
 
 def folder_of(run: Run, dataset: str) -> Path:

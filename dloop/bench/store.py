@@ -62,7 +62,7 @@ class Store:
 
     def clear(self) -> None:
         """Forget everything."""
-        for path in (self.rounds, self.summary):
+        for path in (self.rounds, self.summary, *self.folder.glob("gate-rank-*.json")):
             path.unlink(missing_ok=True)
         shutil.rmtree(self.parts, ignore_errors=True)
 

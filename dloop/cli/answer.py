@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dloop.api import Stream, finished, start
 from dloop.chat import Growing, Tokenizer, load_tokenizer
+from dloop.cli.gate_state import kept
 from dloop.cli.generate import Command, Prompt
 from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.host import HostDrafter
@@ -23,7 +24,7 @@ from dloop.tally import Tally
 from dloop.trace import trace
 from dloop.types import Round
 
-RECORDED = ("baseline", "chat", "revision", "draft_revision")
+RECORDED = ("baseline", "chat", "revision", "draft_revision", "gate_state")
 WIDE = 100  # columns from which a trace shows scores too
 
 logger = logging.getLogger("dloop")
@@ -38,7 +39,8 @@ def answer(command: Command, prompt: Prompt, drafter_name: str | None) -> None:
     if drafter_name:
         drafter = load_drafter(drafter_name, target, command.draft_revision, command.gap_rows, command.draft_rope_theta)
     settings = Settings(**{field.name: getattr(command, field.name) for field in dataclasses.fields(Settings)})
-    done = decode(start(target, drafter, prompt_ids, settings), prompt_ids, tokenizer, quiet=command.json)
+    with kept(command, drafter):
+        done = decode(start(target, drafter, prompt_ids, settings), prompt_ids, tokenizer, quiet=command.json)
     warn_if_useless(done.generation.rounds, drafter)
     if command.json:
         print(dumps(document(target, drafter, setting_of(command, settings, drafter), done)))

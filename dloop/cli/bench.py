@@ -91,6 +91,8 @@ def changed(command: Command, words: str) -> Command:
     del new["model"], new["dataset"]
     if not new:
         raise UserError(f"--beside {words!r} changes nothing; name a flag, such as baseline or loop-gate=1")
+    if isinstance(new.get("loop_gate"), float):
+        new.setdefault("gate_state", None)  # a threshold has none
     if fixed := [name for name in new if name not in MAY_DIFFER]:
         raise UserError(
             f"--beside {words!r} changes {fixed[0].replace('_', '-')}, which all settings share; leave it out"

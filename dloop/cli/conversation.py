@@ -4,6 +4,7 @@ import dataclasses
 import re
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +14,7 @@ from dloop.api import Stream, start
 from dloop.chat import Growing, Message, Tokenizer, load_tokenizer
 from dloop.cli.answer import WIDE, Voice, device_of, hush, warn_if_useless
 from dloop.cli.chat import HELP, Command, piped, typed
+from dloop.cli.gate_state import kept
 from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.load import load_drafter, load_target
@@ -134,17 +136,20 @@ def talk(command: Command, drafter_name: str | None, is_terminal: bool) -> int:
     conversation = open_conversation(command, drafter_name)
     if is_terminal:
         print(f"{conversation.target.name}: {HELP}", file=sys.stderr)
-    for line in typed() if is_terminal else piped():
-        if not line.strip():
-            continue
-        if COMMAND.match(line.split()[0]):
-            if not conversation.obey(line.strip()):
-                break
-        else:
-            conversation.answer(line, quiet=command.json)
+    with kept(command, conversation.drafter):
+        hold(conversation, typed() if is_terminal else piped(), quiet=command.json)
     if command.json:
         print(dumps(conversation.document()))
     return int(conversation.failed and not is_terminal)
+
+
+def hold(conversation: Conversation, lines: Iterable[str], *, quiet: bool) -> None:
+    """Turn after turn, until the lines or one of them end it."""
+    for line in filter(str.strip, lines):
+        if not COMMAND.match(line.split()[0]):
+            conversation.answer(line, quiet=quiet)
+        elif not conversation.obey(line.strip()):
+            break
 
 
 def open_conversation(command: Command, drafter_name: str | None) -> Conversation:

@@ -15,7 +15,10 @@ from dloop.errors import UserError
 PROMPT, LOOP, SAMPLING, TREES, MODELS = "prompt (one of these)", "loop", "sampling and end", "other families", "models"
 OFFLINE, OWN_DRAFTER = "smollm2", "demo"
 DEFAULT_PROMPT = "Write a Python function that checks whether a word is a palindrome."
-LOOP_ONLY = ("draft_model", "draft_revision", "loop_gate", "gate_sum", "max_stages", "gap_rows", "draft_rope_theta")
+LOOP_ONLY = (
+    *("draft_model", "draft_revision", "loop_gate", "gate_sum", "gate_state", "max_stages", "gap_rows"),
+    "draft_rope_theta",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +38,17 @@ class Decoding(Common):
     revision: str | None = option(None, "the target's branch, tag or commit on the hub", group=MODELS)
     draft_revision: str | None = option(None, "the drafter's branch, tag or commit on the hub", group=MODELS)
 
-    loop_gate: float = option(
+    loop_gate: float | Literal["auto", "auto:full"] = option(
         1.0,
         "draft another stage while the last one's summed top-1 log-probability is at least this, e.g. -0.5; "
-        "1.0 never opens: the drafter as released; -inf is always open",
+        "1.0 never opens: the drafter as released; -inf is always open; auto weighs what a stage should bring against "
+        "its time, and learns both while decoding (auto:full: with a model of every token)",
         group=LOOP,
     )
     gate_sum: Literal["last", "all"] = option("last", "what is summed: the last stage or all of them", group=LOOP)
+    gate_state: Path | None = option(
+        None, "a file for what --loop-gate auto learns: read if it is there, and written (bench only reads)", group=LOOP
+    )
     max_stages: int = option(12, "most drafting stages before a verification", group=LOOP)
     gap_rows: Literal["producing", "position", "anchor_included"] | None = option(
         None, "which draft hidden states fill unverified positions; default: as the drafter was trained", group=LOOP
@@ -123,6 +130,8 @@ def run(command: Command) -> int | None:
 
 def drafter_name(command: Decoding, prog: str = "dloop generate") -> str | None:
     """The drafter to load; None is plain decoding."""
+    if command.gate_state is not None and not isinstance(command.loop_gate, str):
+        raise UserError("--gate-state keeps what --loop-gate auto learns; give both, or leave it out")
     if command.baseline:
         defaults = {field.name: field.default for field in dataclasses.fields(command)}
         given = [name for name in LOOP_ONLY if getattr(command, name) != defaults[name]]

@@ -21,8 +21,11 @@ class Command(Common):
     """
 
     trace: Path = required("a trace that dloop trace record wrote: .npz", group="data")
-    loop_gate: tuple[float, ...] = option(
-        (1.0, -0.25, -0.5, -0.75, -1.0, -1.5, float("-inf")), "thresholds to try, joined by commas", group=GATES
+    loop_gate: tuple[float | Literal["auto", "auto:full"], ...] = option(
+        (1.0, -0.25, -0.5, -0.75, -1.0, -1.5, float("-inf")),
+        "gates to try, joined by commas: thresholds, and with costs auto and auto:full, which go on learning from text "
+        "to text",
+        group=GATES,
     )
     gate_sum: tuple[Literal["last", "all"], ...] = option(
         ("last", "all"), "what is summed: the last stage, or all of them; or both in turn", group=GATES
@@ -53,19 +56,27 @@ def run(command: Command) -> int | None:
 def check(command: Command) -> None:
     """What can be told before the trace is read."""
     if not command.loop_gate or any(gate != gate for gate in command.loop_gate):
-        raise UserError("--loop-gate must be thresholds joined by commas, such as 1.0,-0.5,-inf")
+        raise UserError("--loop-gate must be thresholds joined by commas, such as 1.0,-0.5,-inf, or auto")
     if not command.gate_sum:
         raise UserError("--gate-sum must be last, all, or last,all")
     if command.max_stages is not None and command.max_stages < 1:
         raise UserError(f"--max-stages {command.max_stages} must be at least 1")
+    check_costs(command)
+    for path in filter(None, (command.output, command.plot)):
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise UserError(f"{path} must be a file in a folder that is there")
+
+
+def check_costs(command: Command) -> None:
+    """Costs are given once, whole, and where something needs them."""
+    has_costs = bool(command.stage_ms) or command.costs is not None
     if bool(command.stage_ms) != bool(command.verify_ms):
         raise UserError("--stage-ms and --verify-ms are costs together; give both, or --costs FILE")
     if command.stage_ms and command.costs is not None:
         raise UserError("--costs and --stage-ms both say what a round costs; give one")
     if command.cost_context is not None and command.costs is None:
         raise UserError("--cost-context picks from --costs FILE, which is not given")
-    if command.plot is not None and command.costs is None and not command.stage_ms:
+    if command.plot is not None and not has_costs:
         raise UserError("--plot draws tokens/s, which need --costs FILE, or --stage-ms and --verify-ms")
-    for path in filter(None, (command.output, command.plot)):
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise UserError(f"{path} must be a file in a folder that is there")
+    if any(isinstance(gate, str) for gate in command.loop_gate) and not has_costs:
+        raise UserError("--loop-gate auto weighs times; give --costs FILE, or --stage-ms and --verify-ms")

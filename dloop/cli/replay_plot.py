@@ -26,6 +26,8 @@ def draw(found: Found, costs: Costs, path: Path) -> None:
         )
         if points:
             axes.plot(*zip(*points, strict=True), "o-", color=colour, label=f"fixed gate, sum of {over}", markersize=4)
+    for name in (name for name in found if name.startswith("auto")):
+        axes.axhline(found[name][1].tokens_per_s, color="#888888", linewidth=1, label=name)
     for name, style in (("host", ":"), ("oracle:paper", "--"), ("oracle:hindsight", "-.")):
         axes.axhline(found[name][1].tokens_per_s, color="#333333", linestyle=style, linewidth=1, label=name)
     axes.set_xlabel("threshold g")

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from rich.console import Console
@@ -16,9 +17,12 @@ from dloop.bench.table import figure
 from dloop.cli.data_run import record_of
 from dloop.cli.replay import Command
 from dloop.errors import UserError
-from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate
+from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, AutoName, FixedGate
+from dloop.gates.auto import Auto
 from dloop.gates.costs import Costs, given_costs, read_costs
+from dloop.gates.learned import fresh
 from dloop.gates.oracle import hindsight_depths, paper_depths
+from dloop.gates.played import play, walked
 from dloop.gates.trace import Trace, load
 from dloop.gates.walk import Figures, Walk, figures, gate_depths, walk
 from dloop.records import SCHEMA, Json, dumps, number, plain
@@ -32,7 +36,7 @@ class Row:
     """All texts under one gate."""
 
     gate: str
-    fixed: FixedGate | None  # None: an oracle
+    fixed: FixedGate | None  # None: an oracle, or a gate that learns
     walks: list[Walk]
     figures: Figures
 
@@ -86,11 +90,18 @@ def costs_of(command: Command, trace: Trace, most: int) -> Costs | None:
     return read_costs(command.costs, ground.family, command.cost_engine, command.cost_context, near)
 
 
+def learned_walks(name: AutoName, trace: Trace, costs: Costs, most: int) -> list[Walk]:
+    """Every text under a gate that goes on learning from one to the next, beginning with nothing."""
+    k, learner = trace.ground.stage_len, fresh(name, trace.ground.stage_len)
+    played = [play(text, trace.ground, Auto(learner), costs, most) for text in trace.texts]
+    return [walked(rounds, len(text.prompt), k) for text, rounds in zip(trace.texts, played, strict=True)]
+
+
 def gates_of(command: Command) -> dict[str, FixedGate]:
     """The host, and every threshold under every sum; what never or always opens is there once, whatever is summed."""
     gates = {HOST: FixedGate(NEVER_OPENS)}
     for over in command.gate_sum:
-        for threshold in command.loop_gate:
+        for threshold in (gate for gate in command.loop_gate if not isinstance(gate, str)):
             known = threshold > 0 or (threshold == ALWAYS_OPEN and over != command.gate_sum[0])
             if not known:
                 gates[f"fixed:{threshold:.12g}" + (",all" if over == "all" else "")] = FixedGate(threshold, over)
@@ -104,6 +115,12 @@ def rows_of(command: Command, trace: Trace, costs: Costs | None, most: int) -> l
     for name, gate in gates_of(command).items():
         walks = [walk(text, gate_depths(text, gate, most), k) for text in texts]
         rows.append(Row(name, gate, walks, figures(walks, costs)))
+    for name in get_args(AutoName):
+        if name not in command.loop_gate:
+            continue
+        assert costs is not None
+        walks = learned_walks(name, trace, costs, most)
+        rows.append(Row(name, None, walks, figures(walks, costs)))
     depths = {PAPER: [paper_depths(text, k, most) for text in texts]}
     if costs is not None:
         depths[HINDSIGHT] = [hindsight_depths(text, costs, k, most) for text in texts]

@@ -19,10 +19,14 @@ AUTO_NAMES = get_args(AutoName)
 
 def check_gate(settings: Settings) -> None:
     """Raises UserError for what is no gate."""
-    gate = settings.loop_gate
+    check_word(settings.loop_gate, settings.gate_sum)
+
+
+def check_word(gate: object, gate_sum: object) -> None:
+    """Raises UserError for what is neither a number nor a gate's name, and for a sum that the gate does not read."""
     if is_word(gate, *AUTO_NAMES):
-        if settings.gate_sum != "last":
-            raise UserError(f"gate_sum={brief(settings.gate_sum)} means nothing to loop_gate={gate!r}; leave it out")
+        if gate_sum != "last":
+            raise UserError(f"gate_sum={brief(gate_sum)} means nothing to loop_gate={gate!r}; leave it out")
     elif not isinstance(gate, Real) or isinstance(gate, bool):
         raise UserError(f"loop_gate={brief(gate)} must be a number or one of {', '.join(AUTO_NAMES)}")
 

@@ -141,5 +141,19 @@ def bins_of(rows: object, width: int | None = None) -> list[list[float]]:
 
 def times_of(about: Mapping[str, Any]) -> Times:
     """Measured times."""
-    lines = {name: Line(**{**about[name], "doubt": tuple(about[name]["doubt"])}) for name in ("draft", "verify")}
-    return Times(**lines, tokens=float(about["tokens"]), seconds=float(about["seconds"]))
+    draft, verify = (line_of(about[name]) for name in ("draft", "verify"))
+    return Times(draft, verify, tokens=float(about["tokens"]), seconds=float(about["seconds"]))
+
+
+def line_of(about: Mapping[str, Any]) -> Line:
+    """One line as it was followed."""
+    first, both, second = (float(value) for value in about["doubt"])
+    return Line(
+        share=float(about["share"]),
+        level=float(about["level"]),
+        slope=float(about["slope"]),
+        doubt=(first, both, second),
+        deviation=float(about["deviation"]),
+        streak=int(about["streak"]),
+        seen=int(about["seen"]),
+    )

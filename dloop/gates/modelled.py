@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
 
 from dloop.gates.curve import place
 from dloop.gates.value import PROXY_WEIGHT, Proxy, gains_of
@@ -89,7 +88,11 @@ class ByModel:
 
     @property
     def most(self) -> float:
-        return max(t / n for count, total in zip(self.counts, self.totals, strict=True) for n, t in zip(count, total, strict=True))
+        return max(
+            t / n
+            for count, total in zip(self.counts, self.totals, strict=True)
+            for n, t in zip(count, total, strict=True)
+        )
 
     def expected(self, draft: Draft) -> float:
         if any(score != score for score in draft.scores):
