@@ -18,11 +18,11 @@ from dloop.gates.clock import Clock, Times
 from dloop.gates.value import Value
 from dloop.types import Draft, Round
 
-THETA = 1.25  # a round after one that was right throughout begins in an easy passage, worth more than the mean
-COLD_ROUNDS, COLD_THRESHOLD = 50, -0.5  # until so many rounds are known, the paper's gate on the whole chain
+THETA = 1.1  # a round after one that was right throughout begins in an easy passage, worth more than the mean
+COLD_ROUNDS, COLD_THRESHOLD = 20, -0.5  # until so many rounds are known, the paper's gate on the whole chain
 PROBE_EVERY = 128  # steps between stages that are drafted only to learn
 PROBE_FROM = 0.5  # of the most that is ever expected: only such chains are probed
-OWN_FORGETTING, OWN_ROUNDS = 0.9, 20  # a sequence's own rate: fading, and rounds until it counts half
+OWN_FORGETTING, OWN_SHARE, OWN_ROUNDS = 0.9, 0.25, 20  # a sequence's own rate: fading; its share, half of it after
 SURPLUS_GAIN = 0.02
 
 
@@ -100,9 +100,11 @@ class Auto:
         return self.learner.clock.at(self.learner.live) if self.learner.rounds >= COLD_ROUNDS else None
 
     def price(self, times: Times, nodes: float) -> Price:
-        """At the mean of the shared rate and this sequence's own."""
-        own = 0.5 * self.rounds / (self.rounds + OWN_ROUNDS) if self.seconds else 0.0
-        rate = (1 - own) * times.rate + own * (self.tokens / self.seconds if self.seconds else 0.0)
+        """At the shared rate, drawn towards this sequence's own."""
+        rate = times.rate
+        if self.seconds:
+            own = OWN_SHARE * self.rounds / (self.rounds + OWN_ROUNDS)
+            rate += own * (self.tokens / self.seconds - rate)
         each = THETA * self.learner.live * rate
         return Price(each * times.draft.slope, each * times.verify.slope * nodes)
 
@@ -110,6 +112,7 @@ class Auto:
         learner, stage = self.learner, draft.num_stages
         learner.settle()
         learner.asked[stage] = learner.asked.get(stage, 0) + 1
+        learner.live = max(learner.live, learner.asked[stage])  # more have joined since the last step
         times = self.times()
         opens = sum(draft.scores) >= COLD_THRESHOLD if times is None else self._pays(draft, times)
         learner.note(stage, opens=opens)

@@ -12,7 +12,8 @@ from dloop.types import Round
 
 STAGE_SHARE, ROW_SHARE = 1.0, 0.002  # first guesses: a later stage is as long as the first, a row adds 0.2 %
 FORGETTING = 0.9995  # of tokens and seconds, a step
-TRUSTED = 8  # steps after which times are used
+TRUSTED = 2  # steps after which times are used
+BORROWED_STEPS = 4  # that the rate with another number of sequences counts for
 
 
 @dataclass
@@ -28,6 +29,11 @@ class Times:
     def rate(self) -> float:
         """Tokens per second of one sequence."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    def borrowed(self) -> "Times":
+        """A first guess for another number of sequences: the same, and not to be relied on."""
+        fading = BORROWED_STEPS / max(self.draft.seen, BORROWED_STEPS)
+        return Times(self.draft.unsure(), self.verify.unsure(), fading * self.tokens, fading * self.seconds)
 
     def add(self, rounds: Sequence[Round]) -> float:
         """One step, at least one round of a stage or more; gives its seconds."""
@@ -54,7 +60,11 @@ class Clock:
     times: dict[int, Times] = field(default_factory=dict[int, Times])
 
     def add(self, rounds: Sequence[Round]) -> float:
-        return self.times.setdefault(len(rounds).bit_length(), Times()).add(rounds)
+        key = len(rounds).bit_length()
+        if key not in self.times:
+            nearest = min(self.times, key=lambda other: abs(other - key), default=None)
+            self.times[key] = Times() if nearest is None else self.times[nearest].borrowed()
+        return self.times[key].add(rounds)
 
     def at(self, live: int) -> Times | None:
         """The times with so many alive; None while they are not known well."""

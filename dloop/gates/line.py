@@ -6,7 +6,7 @@ one side are a change, not noise.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WILD = 3.0  # deviations that a value may count for
 IN_A_ROW = 3  # wild values on one side that are a change
@@ -40,6 +40,10 @@ class Line:
             self.slope = self.share * self.level
             return
         self._follow(x, y)
+
+    def unsure(self) -> "Line":
+        """The same line, ready to be somewhere else."""
+        return replace(self, doubt=(UNSURE[0], 0.0, UNSURE[1]), deviation=LOUD, streak=0)
 
     def _follow(self, x: float, y: float) -> None:
         expected = self(x)

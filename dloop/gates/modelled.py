@@ -154,10 +154,12 @@ class ByModel:
 
 
 def bin_of(segment: float) -> int:
+    """The bin of a calibrated log-survival: two of the score's."""
     return min(int(place(segment) / 2), BINS - 1)
 
 
 def softplus(x: float) -> float:
+    """log(1 + e^x)."""
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 

@@ -5,7 +5,7 @@ log-probability of the whole chain. Every finished round labels (almost) every d
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from dloop.gates.curve import BINS, FORGETTING, Curve, place
 from dloop.types import Draft, Round
@@ -36,6 +36,7 @@ def gains_of(round: Round) -> list[Gain]:
     return found
 
 
+@runtime_checkable
 class Value(Protocol):
     """Learns what a further stage brings."""
 
