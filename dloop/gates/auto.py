@@ -1,18 +1,19 @@
 """The gate that nobody tunes: another stage follows where the tokens it should bring are worth more than its time.
 
-    open  iff  expected tokens of a further stage  >  THETA * rate * its milliseconds
+    open  iff  expected tokens of a further stage  >  THETA * rate * its seconds
 
-with rate the tokens per second that decoding makes: the time could be spent on those. Everything is learned while
-decoding, from finished rounds alone: what a stage brings (`value`), what it costs (`clock`), the rate. Gates of one
-pair share what they learn; each sequence has a rate of its own beside the shared one. Nothing that was drafted is ever
-taken back, and the decision sees nothing that verification could be swayed by, so the text's law stays the target's.
+with rate the tokens a second that decoding makes: the time could be spent on those. Everything is learned while
+decoding, from finished rounds alone: what a stage brings (`value`), what it costs and the rate (`clock`). Gates of one
+pair share what they learn. Nothing that was drafted is ever taken back, and a decision reads nothing but earlier rounds
+and what will be verified anyway, so the text's law stays the target's.
 
 With n sequences alive a stage keeps n sequences waiting, and serves all that draft it: the first that would open it
-counts on those after it, the others pay for their rows alone.
-Source: marginal rule of fractional programming (Dinkelbach) on tokens over time.
+counts on those that are asked after it, the others pay for their rows alone.
+Source: the marginal rule of fractional programming (Dinkelbach) for tokens over time.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dloop.gates.clock import Clock, Times
 from dloop.gates.value import Value
@@ -21,9 +22,15 @@ from dloop.types import Draft, Round
 THETA = 1.1  # a round after one that was right throughout begins in an easy passage, worth more than the mean
 COLD_ROUNDS, COLD_THRESHOLD = 20, -0.5  # until so many rounds are known, the paper's gate on the whole chain
 PROBE_EVERY = 128  # steps between stages that are drafted only to learn
-PROBE_FROM = 0.5  # of the most that is ever expected: only such chains are probed
-OWN_FORGETTING, OWN_SHARE, OWN_ROUNDS = 0.9, 0.25, 20  # a sequence's own rate: fading; its share, half of it after
+PROBE_FROM = 0.5  # of the most that is ever expected: only after such chains
 SURPLUS_GAIN = 0.02
+
+
+class Price(NamedTuple):
+    """What a further stage costs, in tokens that its time would have made."""
+
+    stage: float  # its forward, once for all that draft it
+    rows: float  # its rows in the verification
 
 
 @dataclass
@@ -34,15 +41,20 @@ class Learner:
     clock: Clock = field(default_factory=Clock)
     rounds: int = 0
     nodes: float = 0.0  # of a further stage; 0: none was seen
-    surplus: float = 0.0  # what a decision wins in tokens if the stage runs anyway, in the mean
+    surplus: float = 0.0  # tokens that a decision wins where the stage is drafted anyway, in the mean
     since_probe: int = 0  # steps
     live: int = 1
     pending: list[Round] = field(default_factory=list[Round], repr=False)  # of the step that is being observed
     asked: dict[int, int] = field(default_factory=dict[int, int], repr=False)  # sequences, by stages drafted
     opened: dict[int, int] = field(default_factory=dict[int, int], repr=False)
 
+    @property
+    def times(self) -> Times | None:
+        """What stages and rows take now; None in a cold start."""
+        return self.clock.at(self.live) if self.rounds >= COLD_ROUNDS else None
+
     def observe(self, round: Round) -> None:
-        """Learn from a finished round with at least one stage."""
+        """Learn from a finished round of at least one stage."""
         self.value.learn(round)
         self.rounds += 1
         if round.stages > 1:
@@ -58,21 +70,48 @@ class Learner:
             self.pending, self.asked, self.opened = [], {}, {}
             self.since_probe += 1
 
-    def waiting(self, stage: int) -> int:
-        """Sequences that will be asked after this one whether the stage after `stage` is drafted."""
-        drafting = self.live if stage == 1 else self.opened.get(stage - 1, 1)
-        return max(0, drafting - self.asked.get(stage, 0))
-
-    def note(self, stage: int, *, opens: bool) -> None:
+    def opens(self, stage: int, score: float, survivals: list[float], size: int) -> bool:
+        """Whether the sequence that is asked now drafts on after `stage` stages, the last one of `size` nodes."""
+        self.settle()
+        self.asked[stage] = self.asked.get(stage, 0) + 1
+        self.live = max(self.live, self.asked[stage])  # more have joined since the last step
+        times = self.times
+        opens = score >= COLD_THRESHOLD if times is None else self._pays(stage, survivals, self.price(times, size))
         self.opened[stage] = self.opened.get(stage, 0) + opens
+        return opens
 
+    def price(self, times: Times, size: float) -> Price:
+        each = THETA * self.live * times.rate
+        return Price(each * times.draft.slope, each * times.verify.slope * (self.nodes or size))
 
-@dataclass
-class Price:
-    """What a further stage costs in tokens that its time would have made."""
+    def _pays(self, stage: int, survivals: list[float], price: Price) -> bool:
+        worth = self.value.expected(survivals)
+        if worth != worth:  # a broken drafter does not loop
+            return False
+        won = worth - price.rows
+        shared = 0.0 if self.opened.get(stage) else price.stage - self._waiting(stage) * self.surplus
+        self.surplus += SURPLUS_GAIN * (max(0.0, won) - self.surplus)
+        return won > max(0.0, shared) or self._probes(worth)
 
-    stage: float  # its forward, once for all that draft it
-    rows: float  # its rows in the verification
+    def _waiting(self, stage: int) -> int:
+        """Sequences that are asked after this one whether they draft on after `stage` stages."""
+        drafting = self.live if stage == 1 else self.opened.get(stage - 1, 1)
+        return max(0, drafting - self.asked[stage])
+
+    def _probes(self, worth: float) -> bool:
+        """Now and then a promising stage is drafted for what it teaches, so that a closed gate can find out."""
+        due = self.since_probe >= PROBE_EVERY and worth >= PROBE_FROM * self.value.most
+        if due:
+            self.since_probe = 0
+        return due
+
+    @property
+    def threshold(self) -> float | None:
+        """The chain score from which the next step's first asked opens, as far as scores alone decide."""
+        if (times := self.times) is None:
+            return COLD_THRESHOLD
+        price = self.price(times, 1.0)
+        return self.value.threshold(price.rows + max(0.0, price.stage - (self.live - 1) * self.surplus))
 
 
 @dataclass
@@ -81,64 +120,23 @@ class Auto:
 
     learner: Learner
     teaches: bool = True  # whether its rounds are learned from
-    tokens: float = 0.0  # its own rate, fading
-    seconds: float = 0.0
-    rounds: int = 0
+    survivals: list[float] = field(default_factory=list[float])  # of the stages of the draft in hand
     last: Round | None = None  # right to its end, and no further stage was drafted
 
     @property
     def threshold(self) -> float | None:
-        """The chain score from which it opens at the present rate and costs, as far as scores alone decide."""
-        times = self.times()
-        if times is None:
-            return COLD_THRESHOLD
-        price, others = self.price(times, self.learner.nodes or 1.0), self.learner.live - 1
-        return self.learner.value.threshold(price.rows + max(0.0, price.stage - others * self.learner.surplus))
-
-    def times(self) -> Times | None:
-        """None in a cold start."""
-        return self.learner.clock.at(self.learner.live) if self.learner.rounds >= COLD_ROUNDS else None
-
-    def price(self, times: Times, nodes: float) -> Price:
-        """At the shared rate, drawn towards this sequence's own."""
-        rate = times.rate
-        if self.seconds:
-            own = OWN_SHARE * self.rounds / (self.rounds + OWN_ROUNDS)
-            rate += own * (self.tokens / self.seconds - rate)
-        each = THETA * self.learner.live * rate
-        return Price(each * times.draft.slope, each * times.verify.slope * nodes)
+        """What the scores of the whole chain are held against; None where they do not decide alone."""
+        return self.learner.threshold
 
     def opens(self, draft: Draft) -> bool:
-        learner, stage = self.learner, draft.num_stages
-        learner.settle()
-        learner.asked[stage] = learner.asked.get(stage, 0) + 1
-        learner.live = max(learner.live, learner.asked[stage])  # more have joined since the last step
-        times = self.times()
-        opens = sum(draft.scores) >= COLD_THRESHOLD if times is None else self._pays(draft, times)
-        learner.note(stage, opens=opens)
-        return opens
-
-    def _pays(self, draft: Draft, times: Times) -> bool:
-        learner, stage = self.learner, draft.num_stages
-        size = draft.stops[-1] - (draft.stops[-2] if stage > 1 else 1)
-        price, worth = self.price(times, learner.nodes or size), learner.value.expected(draft)
-        won = worth - price.rows
-        others = 0.0 if learner.opened.get(stage) else price.stage - learner.waiting(stage) * learner.surplus
-        learner.surplus += SURPLUS_GAIN * (max(0.0, won) - learner.surplus) if won == won else 0.0
-        if won > max(0.0, others):
-            return True
-        if learner.since_probe >= PROBE_EVERY and worth >= PROBE_FROM * learner.value.most:
-            learner.since_probe = 0
-            return True
-        return False
+        if draft.num_stages == 1:
+            self.survivals = []
+        self.survivals.append(self.learner.value.survival(draft))
+        size = draft.stops[-1] - (draft.stops[-2] if draft.num_stages > 1 else 1)
+        return self.learner.opens(draft.num_stages, sum(draft.scores), self.survivals, size)
 
     def observe(self, round: Round) -> None:
-        if not round.stages:  # no room for a stage: nothing was decided
-            return
-        self.tokens = OWN_FORGETTING * self.tokens + len(round.emitted)
-        self.seconds = OWN_FORGETTING * self.seconds + round.draft_s + round.verify_s
-        self.rounds += 1
-        if not self.teaches:
+        if not round.stages or not self.teaches:  # no room for a stage: nothing was decided
             return
         if self.last is not None:
             first = round.stage_records[0].stop

@@ -35,8 +35,8 @@ class Times:
         fading = BORROWED_STEPS / max(self.draft.seen, BORROWED_STEPS)
         return Times(self.draft.unsure(), self.verify.unsure(), fading * self.tokens, fading * self.seconds)
 
-    def add(self, rounds: Sequence[Round]) -> float:
-        """One step, at least one round of a stage or more; gives its seconds."""
+    def add(self, rounds: Sequence[Round]) -> None:
+        """One step, at least one round of a stage or more."""
         draft = max(round.draft_s for round in rounds)
         whole = max(round.draft_s + round.verify_s for round in rounds)
         self.draft.add(max(round.stages for round in rounds) - 1, draft)
@@ -44,7 +44,6 @@ class Times:
         emitted = sum(len(round.emitted) for round in rounds) / len(rounds)
         self.tokens = FORGETTING * self.tokens + emitted
         self.seconds = FORGETTING * self.seconds + self.tamed(rounds, whole)
-        return whole
 
     def tamed(self, rounds: Sequence[Round], whole: float) -> float:
         """A step's seconds, of a wild one what the lines expect: a pause is no price of tokens."""
@@ -59,12 +58,12 @@ class Clock:
 
     times: dict[int, Times] = field(default_factory=dict[int, Times])
 
-    def add(self, rounds: Sequence[Round]) -> float:
+    def add(self, rounds: Sequence[Round]) -> None:
         key = len(rounds).bit_length()
         if key not in self.times:
             nearest = min(self.times, key=lambda other: abs(other - key), default=None)
             self.times[key] = Times() if nearest is None else self.times[nearest].borrowed()
-        return self.times[key].add(rounds)
+        self.times[key].add(rounds)
 
     def at(self, live: int) -> Times | None:
         """The times with so many alive; None while they are not known well."""

@@ -1,6 +1,6 @@
 """What a further stage brings, against the log-probability of what is drafted: learned from every finished round.
 
-Sixteen bins of -x, x the summed log-probability of the whole chain, logarithmically spaced; old rounds fade; the means
+Sixteen bins of -x, x the summed log-probability of the whole chain, logarithmically spaced; old labels fade; the means
 are pooled where they do not fall (pool adjacent violators), and joined by straight lines.
 Source: variant B of the self-calibrating gate; pooling as in isotonic regression.
 """
@@ -12,39 +12,60 @@ from dloop.gate import ALWAYS_OPEN, NEVER_OPENS
 
 BINS = 16
 NEAREST, FARTHEST = 0.003, 12.0  # -x of the first and the last bin, in nats
-FORGETTING = 0.999  # a label
 STEP = math.log(FARTHEST / NEAREST) / (BINS - 1)
 EDGES = tuple(NEAREST * math.exp(STEP * i) for i in range(BINS))
-PRIOR_WEIGHT = 1.0  # labels that the first guess is worth
+FORGETTING = 0.999  # a label
+FADE_EVERY = 16  # labels: fading all bins at every one would cost more than the rest
+PRIOR_WEIGHT = 4.0  # labels that the first guess is worth
+
+
+@dataclass
+class Means:
+    """Weighted means in bins, old labels fading."""
+
+    weight: list[float]
+    total: list[float]
+    labels: int = 0
+
+    @classmethod
+    def of(cls, guesses: list[float], weight: float) -> "Means":
+        """Means that begin with a guess of this weight."""
+        return cls([weight] * len(guesses), [weight * guess for guess in guesses])
+
+    def add(self, at: int, value: float, weight: float = 1.0) -> None:
+        """One label."""
+        self.labels += 1
+        if self.labels % FADE_EVERY == 0:
+            self.weight = [FORGETTING**FADE_EVERY * one for one in self.weight]
+            self.total = [FORGETTING**FADE_EVERY * one for one in self.total]
+        self.weight[at] += weight
+        self.total[at] += weight * value
+
+    def __getitem__(self, at: int) -> float:
+        return self.total[at] / self.weight[at]
 
 
 @dataclass
 class Curve:
-    """A falling curve. `weight` and `total` are of each bin: labels seen, and their sum."""
+    """A falling curve over the score of a chain."""
 
-    weight: list[float]
-    total: list[float]
+    means: Means
     _fitted: list[float] | None = field(default=None, repr=False)
 
     @classmethod
     def guessed(cls, stage_len: int) -> "Curve":
         """Before the first round: calibrated scores, and half a stage where all that is drafted is right."""
-        return cls([PRIOR_WEIGHT] * BINS, [PRIOR_WEIGHT * math.exp(-edge) * stage_len / 2 for edge in EDGES])
+        return cls(Means.of([math.exp(-edge) * stage_len / 2 for edge in EDGES], PRIOR_WEIGHT))
 
     def add(self, score: float, tokens: float, weight: float = 1.0) -> None:
         """One label: after a chain of this score, a further stage brought (or would have brought) so many tokens."""
-        for i in range(BINS):
-            self.weight[i] *= FORGETTING
-            self.total[i] *= FORGETTING
-        nearest = round(place(score))
-        self.weight[nearest] += weight
-        self.total[nearest] += weight * tokens
+        self.means.add(round(place(score)), tokens, weight)
         self._fitted = None
 
     def fitted(self) -> list[float]:
         """The curve at the bins, falling."""
         if self._fitted is None:
-            self._fitted = falling(self.weight, self.total)
+            self._fitted = falling(self.means.weight, self.means.total)
         return self._fitted
 
     def __call__(self, score: float) -> float:
@@ -56,7 +77,7 @@ class Curve:
         return fitted[low] + (at - low) * (fitted[low + 1] - fitted[low])
 
     def crossing(self, level: float) -> float:
-        """The least score whose curve lies above a level, as a threshold."""
+        """The score from which the curve lies above a level, as a threshold."""
         fitted = self.fitted()
         above = sum(value > level for value in fitted)
         if above == BINS:

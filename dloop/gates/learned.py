@@ -4,15 +4,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from dloop.errors import UserError
 from dloop.gate import AutoName
 from dloop.gates.auto import Learner
 from dloop.gates.clock import Clock, Times
-from dloop.gates.curve import BINS, Curve
+from dloop.gates.curve import BINS, Curve, Means
 from dloop.gates.line import Line
-from dloop.gates.modelled import ByModel, Survival
+from dloop.gates.modelled import BINS as MODEL_BINS
+from dloop.gates.modelled import ByModel, Calibration
 from dloop.gates.value import ByScore, Proxy, Value
 
 SCHEMA = 1
@@ -88,13 +89,12 @@ def read(path: Path) -> dict[str, State]:
 def state_of(learner: Learner) -> State:
     """Everything a learner knows, as JSON."""
     value = learner.value
+    about: State = {"proxy": asdict(value.proxy)} if isinstance(value, ByModel | ByScore) else {}
     if isinstance(value, ByModel):
-        about = {"slope": value.survival.slope, "offsets": value.survival.offsets}
-        about |= {"counts": value.counts, "totals": value.totals, "proxy": asdict(value.proxy)}
-    else:
-        assert isinstance(value, ByScore)
-        curve = {"weight": value.curve.weight, "total": value.curve.total}
-        about = {"curve": curve, "proxy": asdict(value.proxy)}
+        about |= {"slope": value.calibration.slope, "offsets": value.calibration.offsets}
+        about |= {"brings": [asdict(means) for means in value.brings]}
+    elif isinstance(value, ByScore):
+        about |= {"curve": asdict(value.curve.means)}
     return {
         "rounds": learner.rounds,
         "nodes": learner.nodes,
@@ -123,20 +123,20 @@ def restored(state: State, key: str) -> Learner:
 
 def value_of(about: State) -> Value:
     """The estimator."""
-    proxy = Proxy(*(bins_of(about["proxy"][name], 2) for name in ("drafted", "instead")))
+    proxy = Proxy(*(means_of(about["proxy"][name], BINS) for name in ("drafted", "instead")))
     if "curve" in about:
-        return ByScore(Curve(*bins_of([about["curve"]["weight"], about["curve"]["total"]], BINS)), proxy)
-    offsets = [float(offset) for offset in about["offsets"]]
-    survival = Survival(len(offsets) // 2, float(about["slope"]), offsets)
-    return ByModel(survival, bins_of(about["counts"]), bins_of(about["totals"]), proxy)
+        return ByScore(Curve(means_of(about["curve"], BINS)), proxy)
+    calibration = Calibration(float(about["slope"]), [float(offset) for offset in about["offsets"]])
+    first, further = about["brings"]
+    return ByModel(calibration, [means_of(first, MODEL_BINS), means_of(further, MODEL_BINS)], proxy)
 
 
-def bins_of(rows: object, width: int | None = None) -> list[list[float]]:
-    """Rows of numbers, of one width where it is fixed. Raises ValueError."""
-    found = [[float(value) for value in row] for row in cast(list[list[float]], rows)]
-    if width is not None and any(len(row) != width for row in found):
-        raise ValueError(f"rows that are not {width} wide")
-    return found
+def means_of(about: Mapping[str, Any], bins: int) -> Means:
+    """Means in bins. Raises ValueError where they are not so many."""
+    weight, total = ([float(value) for value in about[name]] for name in ("weight", "total"))
+    if not len(weight) == len(total) == bins:
+        raise ValueError(f"{len(weight)} and {len(total)} bins, not {bins}")
+    return Means(weight, total, int(about["labels"]))
 
 
 def times_of(about: Mapping[str, Any]) -> Times:

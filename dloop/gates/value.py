@@ -7,7 +7,7 @@ log-probability of the whole chain. Every finished round labels (almost) every d
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from dloop.gates.curve import BINS, FORGETTING, Curve, place
+from dloop.gates.curve import BINS, Curve, Means, place
 from dloop.types import Draft, Round
 
 PROXY_WEIGHT = 0.3  # of a label that the next round stands in for
@@ -45,8 +45,12 @@ class Value(Protocol):
         """The most it expects of any stage."""
         ...
 
-    def expected(self, draft: Draft) -> float:
-        """Tokens that a further stage would bring, in expectation; nan where the draft's scores are."""
+    def survival(self, draft: Draft) -> float:
+        """Log-probability that the last stage's spine is right whole, given what is before it; nan of broken scores."""
+        ...
+
+    def expected(self, survivals: list[float]) -> float:
+        """Tokens that a further stage would bring after stages of these log-probabilities."""
         ...
 
     def learn(self, round: Round) -> None:
@@ -58,7 +62,7 @@ class Value(Protocol):
         ...
 
     def threshold(self, level: float) -> float | None:
-        """The least chain score whose expectation lies above a level; None where scores alone do not tell."""
+        """The chain score from which more than a level is expected; None where scores alone do not tell."""
         ...
 
 
@@ -66,28 +70,21 @@ class Value(Protocol):
 class Proxy:
     """How far the next round's first stage stands in for the stage that was not drafted: a ratio of tokens.
 
-    Both are counted in bins of the score, and compared where both were seen: gates open on other chains than they
-    close on.
+    Both are kept in bins of the score, and compared where both were seen: gates open on other chains than they close
+    on.
     """
 
-    drafted: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0] for _ in range(BINS)])  # count, tokens
-    instead: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0] for _ in range(BINS)])
-
-    def add(self, bins: list[list[float]], score: float, tokens: int) -> None:
-        for one in bins:
-            one[0] *= FORGETTING
-            one[1] *= FORGETTING
-        at = bins[round(place(score))]
-        at[0] += 1
-        at[1] += tokens
+    drafted: Means = field(default_factory=lambda: Means([0.0] * BINS, [0.0] * BINS))
+    instead: Means = field(default_factory=lambda: Means([0.0] * BINS, [0.0] * BINS))
 
     @property
     def ratio(self) -> float:
         over, under = START_RATIO * START_WEIGHT, START_WEIGHT
-        for (n, tokens), (m, others) in zip(self.drafted, self.instead, strict=True):
-            if n > 0.5 and m > 0.5:
-                over += min(n, m) * tokens / n
-                under += min(n, m) * others / m
+        for i in range(BINS):
+            both = min(self.drafted.weight[i], self.instead.weight[i])
+            if both > 0.5:
+                over += both * self.drafted[i]
+                under += both * self.instead[i]
         return over / under
 
 
@@ -102,8 +99,11 @@ class ByScore:
     def most(self) -> float:
         return self.curve.fitted()[0]
 
-    def expected(self, draft: Draft) -> float:
-        return self.curve(sum(draft.scores))
+    def survival(self, draft: Draft) -> float:
+        return draft.scores[-1]
+
+    def expected(self, survivals: list[float]) -> float:
+        return self.curve(sum(survivals))
 
     def learn(self, round: Round) -> None:
         for stage, reached, tokens in gains_of(round):
@@ -111,12 +111,17 @@ class ByScore:
                 score = sum(round.scores[:stage])
                 self.curve.add(score, tokens)
                 if reached:
-                    self.proxy.add(self.proxy.drafted, score, tokens)
+                    self.proxy.drafted.add(round_place(score), tokens)
 
     def hindsight(self, round: Round, tokens: int) -> None:
         score = sum(round.scores)
         self.curve.add(score, self.proxy.ratio * tokens, PROXY_WEIGHT)
-        self.proxy.add(self.proxy.instead, score, tokens)
+        self.proxy.instead.add(round_place(score), tokens)
 
     def threshold(self, level: float) -> float | None:
         return self.curve.crossing(level)
+
+
+def round_place(score: float) -> int:
+    """The bin of a score."""
+    return round(place(score))
