@@ -20,8 +20,9 @@ from dloop.gates.value import Value
 from dloop.types import Draft, Round
 
 THETA = 1.1  # a round after one that was right throughout begins in an easy passage, worth more than the mean
-COLD_ROUNDS, COLD_THRESHOLD = 20, -0.5  # until so many rounds are known, the paper's gate on the whole chain
-PROBE_EVERY = 128  # steps between stages that are drafted only to learn
+COLD_ROUNDS, COLD_THRESHOLD = 10, -0.5  # until so many rounds are known, the paper's gate on the whole chain
+PROBE_SHARE = 0.003  # of the time may go into stages that are drafted for what they teach
+HURRY = 10  # times sooner the next of these comes after a surprise
 PROBE_FROM = 0.5  # of the most that is ever expected: only after such chains
 SURPLUS_GAIN = 0.02
 
@@ -76,7 +77,7 @@ class Learner:
         self.asked[stage] = self.asked.get(stage, 0) + 1
         self.live = max(self.live, self.asked[stage])  # more have joined since the last step
         times = self.times
-        opens = score >= COLD_THRESHOLD if times is None else self._pays(stage, survivals, self.price(times, size))
+        opens = score >= COLD_THRESHOLD if times is None else self._pays(stage, survivals, times, size)
         self.opened[stage] = self.opened.get(stage, 0) + opens
         return opens
 
@@ -84,23 +85,24 @@ class Learner:
         each = THETA * self.live * times.rate
         return Price(each * times.draft.slope, each * times.verify.slope * (self.nodes or size))
 
-    def _pays(self, stage: int, survivals: list[float], price: Price) -> bool:
-        worth = self.value.expected(survivals)
+    def _pays(self, stage: int, survivals: list[float], times: Times, size: int) -> bool:
+        price, worth = self.price(times, size), self.value.expected(survivals)
         if worth != worth:  # a broken drafter does not loop
             return False
         won = worth - price.rows
         shared = 0.0 if self.opened.get(stage) else price.stage - self._waiting(stage) * self.surplus
         self.surplus += SURPLUS_GAIN * (max(0.0, won) - self.surplus)
-        return won > max(0.0, shared) or self._probes(worth)
+        return won > max(0.0, shared) or self._probes(worth, sum(price) / (self.live * times.tokens_per_step), times)
 
     def _waiting(self, stage: int) -> int:
         """Sequences that are asked after this one whether they draft on after `stage` stages."""
         drafting = self.live if stage == 1 else self.opened.get(stage - 1, 1)
         return max(0, drafting - self.asked[stage])
 
-    def _probes(self, worth: float) -> bool:
-        """Now and then a promising stage is drafted for what it teaches, so that a closed gate can find out."""
-        due = self.since_probe >= PROBE_EVERY and worth >= PROBE_FROM * self.value.most
+    def _probes(self, worth: float, steps: float, times: Times) -> bool:
+        """Now and then a promising stage, as dear as so many steps, is drafted for what it teaches."""
+        hurry = HURRY if times.draft.streaks[1] or times.verify.streaks[1] else 1
+        due = hurry * PROBE_SHARE * self.since_probe >= steps and worth >= PROBE_FROM * self.value.most
         if due:
             self.since_probe = 0
         return due

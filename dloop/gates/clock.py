@@ -11,45 +11,49 @@ from dloop.gates.line import Line
 from dloop.types import Round
 
 STAGE_SHARE, ROW_SHARE = 1.0, 0.002  # first guesses: a later stage is as long as the first, a row adds 0.2 %
-FORGETTING = 0.9995  # of tokens and seconds, a step
+FORGETTING = 0.9995  # of what a step is like in the mean
 TRUSTED = 2  # steps after which times are used
-BORROWED_STEPS = 4  # that the rate with another number of sequences counts for
+BORROWED_STEPS = 4  # that what is known of another number of sequences counts for
 
 
 @dataclass
 class Times:
-    """Seconds, with so many sequences alive."""
+    """Seconds with so many sequences alive, and what a step is like: fading sums."""
 
     draft: Line = field(default_factory=lambda: Line(STAGE_SHARE))  # over stages after the first
     verify: Line = field(default_factory=lambda: Line(ROW_SHARE))  # over rows of stages after the first
-    tokens: float = 0.0  # of one sequence, fading
-    seconds: float = 0.0
+    steps: float = 0.0
+    tokens: float = 0.0  # of one sequence
+    stages: float = 0.0  # after the first, of the sequence that drafts most
+    rows: float = 0.0  # of stages after the first, of all sequences
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of one sequence."""
+        return self.tokens / self.steps
 
     @property
     def rate(self) -> float:
-        """Tokens per second of one sequence."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        """Tokens per second of one sequence, at what things take now."""
+        return self.tokens_per_step / (self.draft(self.stages / self.steps) + self.verify(self.rows / self.steps))
 
     def borrowed(self) -> "Times":
         """A first guess for another number of sequences: the same, and not to be relied on."""
-        fading = BORROWED_STEPS / max(self.draft.seen, BORROWED_STEPS)
-        return Times(self.draft.unsure(), self.verify.unsure(), fading * self.tokens, fading * self.seconds)
+        fading = BORROWED_STEPS / max(self.steps, BORROWED_STEPS)
+        sums = (fading * one for one in (self.steps, self.tokens, self.stages, self.rows))
+        return Times(self.draft.unsure(), self.verify.unsure(), *sums)
 
     def add(self, rounds: Sequence[Round]) -> None:
-        """One step, at least one round of a stage or more."""
+        """One step: at least one round, of a stage or more each."""
+        stages = max(round.stages for round in rounds) - 1
+        rows = sum(len(round.draft.tokens) - round.stage_records[0].stop for round in rounds)
         draft = max(round.draft_s for round in rounds)
-        whole = max(round.draft_s + round.verify_s for round in rounds)
-        self.draft.add(max(round.stages for round in rounds) - 1, draft)
-        self.verify.add(sum(rows_of_later(round) for round in rounds), whole - draft)
-        emitted = sum(len(round.emitted) for round in rounds) / len(rounds)
-        self.tokens = FORGETTING * self.tokens + emitted
-        self.seconds = FORGETTING * self.seconds + self.tamed(rounds, whole)
-
-    def tamed(self, rounds: Sequence[Round], whole: float) -> float:
-        """A step's seconds, of a wild one what the lines expect: a pause is no price of tokens."""
-        expected = self.draft(max(round.stages for round in rounds) - 1)
-        expected += self.verify(sum(rows_of_later(round) for round in rounds))
-        return min(whole, 2 * expected)
+        self.draft.add(stages, draft)
+        self.verify.add(rows, max(round.draft_s + round.verify_s for round in rounds) - draft)
+        self.steps = FORGETTING * self.steps + 1
+        self.tokens = FORGETTING * self.tokens + sum(len(round.emitted) for round in rounds) / len(rounds)
+        self.stages = FORGETTING * self.stages + stages
+        self.rows = FORGETTING * self.rows + rows
 
 
 @dataclass
@@ -66,11 +70,6 @@ class Clock:
         self.times[key].add(rounds)
 
     def at(self, live: int) -> Times | None:
-        """The times with so many alive; None while they are not known well."""
+        """The times with so many alive; None while they are not known."""
         found = self.times.get(live.bit_length())
-        return found if found is not None and found.draft.seen >= TRUSTED else None
-
-
-def rows_of_later(round: Round) -> int:
-    """Rows that a round's further stages add to its verification."""
-    return len(round.draft.tokens) - round.stage_records[0].stop
+        return found if found and min(found.draft.seen, found.verify.seen) >= TRUSTED else None

@@ -141,19 +141,20 @@ def means_of(about: Mapping[str, Any], bins: int) -> Means:
 
 def times_of(about: Mapping[str, Any]) -> Times:
     """Measured times."""
-    draft, verify = (line_of(about[name]) for name in ("draft", "verify"))
-    return Times(draft, verify, tokens=float(about["tokens"]), seconds=float(about["seconds"]))
+    sums = {name: float(about[name]) for name in ("steps", "tokens", "stages", "rows")}
+    return Times(line_of(about["draft"]), line_of(about["verify"]), **sums)
 
 
 def line_of(about: Mapping[str, Any]) -> Line:
     """One line as it was followed."""
     first, both, second = (float(value) for value in about["doubt"])
+    at_zero, beyond = about["streaks"]
     return Line(
         share=float(about["share"]),
         level=float(about["level"]),
-        slope=float(about["slope"]),
         doubt=(first, both, second),
         deviation=float(about["deviation"]),
-        streak=int(about["streak"]),
+        streaks=(int(at_zero), int(beyond)),
         seen=int(about["seen"]),
+        first=[float(value) for value in about["first"]],
     )
