@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +16,8 @@ from dloop.batch import generate_many
 from dloop.detect import FAMILIES
 from dloop.errors import UserError
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate, Gate
-from dloop.gates import auto, clock
-from dloop.gates.auto import Auto, Learner
+from dloop.gates import auto
+from dloop.gates.auto import Learner
 from dloop.gates.choose import gate_of, key_of
 from dloop.gates.costs import Costs, given_costs
 from dloop.gates.curve import BINS, EDGES, Curve, Means, falling
@@ -114,7 +113,7 @@ THRESHOLDS = (-0.1, -0.15, -0.25, -0.35, -0.5, -0.75, -1.0, -1.5, -2.0, -3.0)
 def test_untuned_it_is_within_one_percent_of_the_best_threshold_in_every_world(scenario, name):
     world, costs = SCENARIOS[scenario]
     texts = [world.text(seed, 4000) for seed in (100, 101, 102)]
-    learned = [speed(text, Auto(fresh(name, world.k)), costs, world) for text in texts]
+    learned = [speed(text, fresh(name, world.k).gate(), costs, world) for text in texts]
     tuned = {g: [speed(text, FixedGate(g, "all"), costs, world) for text in texts] for g in THRESHOLDS}
     best = max(map(sum, tuned.values()))
     assert sum(learned) > 0.99 * best
@@ -160,7 +159,7 @@ def test_it_closes_where_drafting_costs_too_much_and_opens_when_it_pays_again(na
     world = World(mean=2.0)
     text = world.text(7, 12_000)
     dear = given_costs((3.9, 60.0), (22.4, 0.03), 200)
-    gate = Changing(Auto(fresh(name, world.k)), [(0, DSPARK), (500, dear), (1000, DSPARK)], world.k)
+    gate = Changing(fresh(name, world.k).gate(), [(0, DSPARK), (500, dear), (1000, DSPARK)], world.k)
     play(text, world.ground(len(text)), gate)
     before, during, after = gate.rounds[200:500], gate.rounds[600:1000], gate.rounds[2000:]
     assert share_of_loops(before) > 0.15 and share_of_loops(after) > 0.15
@@ -173,8 +172,8 @@ def test_it_closes_where_drafting_costs_too_much_and_opens_when_it_pays_again(na
 def test_a_gate_that_does_not_pay_is_no_slower_than_the_host(later_ms):
     world, costs = World(mean=1.0), given_costs((4.0, later_ms), (20.0, 0.03), 200)
     learner, text = fresh("auto", world.k), world.text(3, 6000)
-    speed(world.text(4, 2000), Auto(learner), costs, world)
-    assert speed(text, Auto(learner), costs, world) > 0.994 * speed(text, FixedGate(), costs, world)
+    speed(world.text(4, 2000), learner.gate(), costs, world)
+    assert speed(text, learner.gate(), costs, world) > 0.994 * speed(text, FixedGate(), costs, world)
     assert speed(text, FixedGate(-1.0, "all"), costs, world) < 0.97 * speed(text, FixedGate(), costs, world)
 
 
@@ -217,7 +216,7 @@ def test_what_is_no_time_is_left_out(wrong):
 def test_wild_times_do_not_move_the_gate():
     world = World(mean=2.0)
     text = world.text(11, 5000)
-    calm, wild = Auto(fresh("auto", world.k)), Auto(fresh("auto", world.k))
+    calm, wild = fresh("auto", world.k).gate(), fresh("auto", world.k).gate()
     generator = np.random.default_rng(0)
 
     @dataclass
@@ -287,7 +286,7 @@ def test_every_decision_of_a_round_gets_its_label(draft, path, expected):
 def test_the_next_round_stands_in_for_a_stage_that_was_not_drafted(name):
     value = fresh(name, 3).value
     before = value.expected([-0.1])
-    gate = Auto(Learner(value))
+    gate = Learner(value).gate()
     for _ in range(40):  # right to its end, closed; and the next round's first stage is right too
         gate.observe(round_of(chained(-0.1), [1, 2, 3]))
     assert value.expected([value.survival(chained(-0.1))]) > before + 0.2
@@ -367,9 +366,9 @@ def test_log_odds_are_finite(logp):
 
 @pytest.mark.parametrize("name", AUTOS)
 def test_broken_scores_do_not_loop(name):
-    gate = Auto(warm(fresh(name, 3)))
+    gate = warm(fresh(name, 3)).gate()
     assert gate.opens(chained(-1e-9))
-    assert not Auto(gate.learner).opens(chained(math.nan))
+    assert not gate.learner.gate().opens(chained(math.nan))
 
 
 def warm(learner: Learner, later_s: float = 1e-4) -> Learner:
@@ -378,3 +377,301 @@ def warm(learner: Learner, later_s: float = 1e-4) -> Learner:
         learner.observe(round_of(chained(-0.1, -0.1), [1, 2], seconds=(2 * later_s, 3e-3)))
         learner.settle()
     return learner
+
+
+# many sequences
+
+
+@dataclass
+class Machine:
+    """A clock that forwards move, and the texts of all slots; in place of models."""
+
+    texts: list[Text]
+    stage_len: int
+    stage_s: float  # a stage of any number of sequences
+    row_s: float  # of a verification, beside 3 ms
+    now: float = 0.0
+    at: dict[int, int] = field(default_factory=dict)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def prefill(self, slot: int, tokens: list[int]) -> Seen:
+        return nothing(len(tokens))
+
+    def verify(self, rows: Rows) -> Seen:
+        self.now += 3e-3 + self.row_s * len(rows)
+        return nothing(len(rows))
+
+    def commit(self, slot: int, path: list[int]) -> None:
+        pass
+
+    def extend(self, slot: int, position: int, tokens: list[int], features) -> None:
+        self.at[slot] = position + len(tokens) - 1
+
+    def draft(self, requests: list[StageRequest]) -> list[Stage]:
+        self.now += self.stage_s
+        return [self._stage(request) for request in requests]
+
+    def _stage(self, request: StageRequest) -> Stage:
+        text, at = self.texts[request.slot], self.at[request.slot]
+        stage = chain(text.tokens[at, request.index].tolist(), float(text.score[at, request.index]))
+        return replace(stage, logp=text.logp[at, request.index].tolist())
+
+
+def together(machine: Machine, gates: list[Gate], length: int, monkeypatch) -> list[Round]:
+    """Decode all texts at once; the machine's clock is the loop's."""
+    monkeypatch.setattr(loop, "time", machine)
+    machine.at, machine.now = {}, 0.0
+    limits = Limits(max_new_tokens=length, max_stages=STAGES, context=10**9)
+    session = Session(machine, machine)
+    pairs = enumerate(zip(machine.texts, gates, strict=True))
+    tasks = [decode(session, i, [1], gate=g, judge=TracedJudge(t), limits=limits) for i, (t, g) in pairs]
+    return [event for _, event in run_many(tasks, session) if isinstance(event, Round)]
+
+
+def machine_of(live: int, mean: float, stage_s: float, row_s: float = 6e-6) -> Machine:
+    world = World(mean=mean)
+    return Machine([world.text(40 + i, 400) for i in range(live)], world.k, stage_s, row_s)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("live", [1, 4, 16])
+def test_what_does_not_pay_under_load_is_left_and_costs_are_those_of_the_load(live, monkeypatch):
+    machine = machine_of(live, mean=1.0, stage_s=2e-3)
+    learner = fresh("auto", 7)
+    for _ in range(2 if live > 1 else 6):
+        together(machine, [learner.gate() for _ in machine.texts], 360, monkeypatch)
+    seconds = {}
+    for name in ("host", "auto"):
+        gates = [FixedGate() if name == "host" else learner.gate() for _ in machine.texts]
+        together(machine, gates, 360, monkeypatch)
+        seconds[name] = machine.now
+    assert seconds["auto"] < 1.015 * seconds["host"]
+    times = learner.clock.times[live.bit_length()]
+    assert times.draft.level == pytest.approx(2e-3, rel=0.02)
+    assert times.draft.slope == pytest.approx(2e-3, rel=0.3)
+    assert times.verify.level == pytest.approx(3e-3 + 6e-6 * 8 * live, rel=0.05)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_sequences_share_a_stage_that_none_would_pay_for_alone(monkeypatch):
+    machine = machine_of(8, mean=4.0, stage_s=1e-3)
+    learner = fresh("auto", 7)
+    together(machine, [learner.gate() for _ in machine.texts], 360, monkeypatch)
+    seconds = {}
+    for name in ("host", "auto"):
+        gates = [FixedGate() if name == "host" else learner.gate() for _ in machine.texts]
+        rounds = together(machine, gates, 360, monkeypatch)
+        seconds[name] = machine.now
+    assert share_of_loops(rounds) > 0.2 and seconds["auto"] < 0.97 * seconds["host"]
+
+
+def test_a_step_is_all_rounds_before_the_next_question():
+    learner = warm(fresh("auto", 3))
+    gates = [learner.gate() for _ in range(3)]
+    for gate in gates:
+        gate.opens(chained(-0.1))
+    assert learner.live == 3, "as many as were made"
+    before = learner.clock.times[1].draft.seen
+    for gate in gates:
+        gate.observe(round_of(chained(-0.1), [1], seconds=(1e-3, 2e-3)))
+    assert 2 not in learner.clock.times
+    gates[0].opens(chained(-0.1))
+    assert learner.clock.times[2].draft.seen == before + 1 and learner.live == 3
+    assert learner.clock.times[1].draft.seen == before
+
+
+# what gates share, and keep
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("qwen3", num_layers=3)
+
+
+@pytest.fixture
+def drafter(target):
+    return tiny_drafter(target, stage_len=3)
+
+
+def test_texts_share_what_the_drafter_s_gates_learned(target, drafter):
+    first = dloop.generate(target, drafter, PROMPT, 12, loop_gate="auto")
+    second = dloop.generate(target, drafter, PROMPT, 12, loop_gate="auto")
+    (learner,) = drafter.learned.learners.values()
+    assert learner.rounds == len(first.rounds) + len(second.rounds)
+    done = list(generate_many(target, drafter, [PROMPT] * 5, Settings(max_new_tokens=9, loop_gate="auto"), live=3))
+    (learner,) = drafter.learned.learners.values()
+    assert learner.rounds == sum(map(len, (first.rounds, second.rounds, *(text.rounds for text in done))))
+    assert 2 in learner.clock.times, "three at a time"
+
+
+PROMPT = [5, 9, 11, 60]
+
+
+def test_what_is_shared_depends_on_target_law_and_shape(target, drafter):
+    base = Settings(loop_gate="auto")
+    keys = [
+        key_of(replace(base, **change), target, shape)
+        for shape in (drafter, tiny_drafter(target, stage_len=4))
+        for change in ({}, {"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 1.0, "verify": "match"})
+    ]
+    assert len(set(keys)) == len(keys)
+    near = (replace(base, temperature=0.95), replace(base, temperature=1.05))
+    assert key_of(near[0], target, drafter) == key_of(near[1], target, drafter)
+    trees = drafter.with_trees(None)
+    assert trees.learned is drafter.learned, "all shapes of a drafter share one memory"
+    assert isinstance(gate_of(base, target, None), FixedGate), "plain decoding has none"
+
+
+def test_a_gate_that_does_not_teach_reads_alone(target, drafter):
+    base = Settings(loop_gate="auto")
+    gate_of(base, target, drafter).observe(round_of(chained(-0.1), [1, 2, 3]))
+    (learner,) = drafter.learned.learners.values()
+    before = json.dumps(state(learner))
+    quiet = gate_of(base, target, drafter, teaches=False)
+    for path in ([1, 2, 3], [1], []):
+        quiet.observe(round_of(chained(-0.1), path))
+    assert json.dumps(state(learner)) == before and not learner.pending[1:]
+
+
+def state(learner: Learner) -> dict:
+    from dloop.gates.learned import state_of
+
+    return state_of(learner)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", AUTOS)
+def test_what_was_learned_comes_back_from_its_file(name, tmp_path):
+    world = World(mean=2.0)
+    first, second = world.text(1, 1500), world.text(2, 1500)
+    kept, again, file = Learned(), Learned(), tmp_path / "deep" / "gate.json"
+    learner = kept.at(name, "a pair", world.k)
+    play(first, world.ground(1500), learner.gate(), DSPARK)
+    kept.save(file)
+    again.load(file)
+    assert again.rounds == learner.rounds > 100
+    copy = again.at(name, "a pair", world.k)
+    assert state(copy) == state(learner)
+    if name == "auto":  # the other fits the tokens it kept, and these do not travel
+        rounds = [play(second, world.ground(1500), each.gate(), DSPARK) for each in (learner, copy)]
+        assert [r.stages for r in rounds[0]] == [r.stages for r in rounds[1]]
+    other = Learned()
+    other.at("auto", "another pair", 3)
+    other.save(file)
+    again.load(file)
+    assert set(again.kept) == {f"{name} | a pair", "auto | another pair"}, "what others learned stays"
+    assert [path.name for path in file.parent.iterdir()] == ["gate.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2, "gates": {}}', '{"schema": 1, "gates": {"x": 1}}'])
+def test_what_is_no_state_is_refused(text, tmp_path):
+    path = tmp_path / "gate.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"gate\.json keeps no gate's state"):
+        Learned().load(path)
+    with pytest.raises(UserError, match=r"gate\.json keeps no gate's state"):
+        Learned().save(path)
+    assert path.read_text() == text
+    with pytest.raises(UserError, match="cannot be read"):
+        Learned().load(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize("spoil", ["curve", "clock", "rounds"])
+def test_a_damaged_entry_is_refused_by_name(spoil, tmp_path):
+    path, learned = tmp_path / "gate.json", Learned()
+    warm(learned.at("auto", "a pair", 3))
+    learned.save(path)
+    whole = json.loads(path.read_text())
+    entry = whole["gates"]["auto | a pair"]
+    if spoil == "curve":
+        entry["value"]["curve"]["weight"].pop()
+    elif spoil == "clock":
+        del entry["clock"]["1"]["draft"]["level"]
+    else:
+        entry["surplus"] = "much"
+    path.write_text(json.dumps(whole))
+    learned.load(path)
+    with pytest.raises(UserError, match=r"state of auto \| a pair is damaged"):
+        learned.at("auto", "a pair", 3)
+
+
+# in a decode
+
+
+def test_records_show_the_threshold_that_it_has_tuned_and_a_trace_can_be_drawn(target, drafter, monkeypatch):
+    monkeypatch.setattr(auto, "COLD_ROUNDS", 3)
+    out = dloop.generate(target, drafter, PROMPT, 30, loop_gate="auto")
+    gates = [stage["gate"] for r in out.rounds for stage in round_record(r)["stages"]]
+    assert gates[0] == auto.COLD_THRESHOLD
+    assert len(set(gates[4:])) > 1 and all(isinstance(gate, float | str) for gate in gates)
+    json.dumps(gates, allow_nan=False)
+    full = dloop.generate(target, drafter, PROMPT, 30, loop_gate="auto:full")
+    assert full.tokens == out.tokens and full.rounds[-1].stage_records[0].gate is None
+    for each in (out, full):
+        trace(each.first, each.rounds, lambda tokens: " ".join(map(str, tokens)), scores=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ({"loop_gate": "automatic"}, "loop_gate='automatic' must be a number or one of auto, auto:full"),
+        ({"loop_gate": None}, "loop_gate=None must be a number"),
+        ({"loop_gate": True}, "loop_gate=True must be a number"),
+        ({"loop_gate": "auto", "gate_sum": "all"}, "gate_sum='all' means nothing to loop_gate='auto'; leave it out"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_gate_is_refused(target, drafter, words, named):
+    with pytest.raises(UserError) as refused:
+        dloop.generate(target, drafter, PROMPT, 4, **words)
+    assert named in str(refused.value)
+
+
+@dataclass
+class Capricious:
+    """The worst of gates: it goes by the value of what was drafted."""
+
+    threshold: float | None = None
+
+    def opens(self, draft: Draft) -> bool:
+        return draft.tokens[-1] % 2 == 0 or draft.tokens[1] % 3 == 0
+
+    def observe(self, round: Round) -> None:
+        pass
+
+
+LENGTH = 24
+LAW = {"temperature": 0.8, "top_k": 40}
+
+
+@pytest.fixture(scope="module", params=[family for family in FAMILIES if "mtp" not in family])
+def taught(request, target):
+    """A drafter that learned three texts of the target: greedy, and drawn with seeds 0 and 1."""
+    greedy = dloop.generate_autoregressive(target, PROMPT, LENGTH).tokens
+    drawn = [dloop.generate_autoregressive(target, PROMPT, LENGTH, seed=seed, **LAW).tokens for seed in (0, 1)]
+    texts = [greedy, *drawn]
+    return texts, taught_drafter(target, [PROMPT + text for text in texts], family=request.param, steps=50)
+
+
+@pytest.mark.parametrize(
+    ("gate", "trees"), [("auto", False), ("auto", True), ("auto:full", True), ("capricious", True)]
+)
+def test_the_text_is_the_target_s_own_whatever_a_gate_learns(target, taught, gate, trees, monkeypatch):
+    texts, drafter = taught
+    monkeypatch.setattr(auto, "COLD_ROUNDS", 4)
+    monkeypatch.setattr(auto, "THETA", 0.1)  # tiny models take no time that would tell stages from verifications
+    words = {"max_stages": 4, "tree_budget": 0, "loop_gate": gate}
+    if trees:
+        words |= {"tree_budget": 12, "stage_tree_budget": 6}
+    if gate == "capricious":
+        words["loop_gate"] = "auto"
+        monkeypatch.setattr("dloop.api.gate_of", lambda *_: Capricious())
+    stages = set()
+    for _ in range(2):
+        for text, law in zip(texts, ({}, {"seed": 0, **LAW}, {"seed": 1, **LAW}), strict=True):
+            out = dloop.generate(target, drafter, PROMPT, LENGTH, verify="match", **law, **words)
+            assert out.tokens == text
+            stages |= {r.stages for r in out.rounds}
+    assert len(stages) > 1, "a gate that never decides proves nothing"

@@ -18,7 +18,6 @@ from dloop.cli.data_run import record_of
 from dloop.cli.replay import Command
 from dloop.errors import UserError
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, AutoName, FixedGate
-from dloop.gates.auto import Auto
 from dloop.gates.costs import Costs, given_costs, read_costs
 from dloop.gates.learned import fresh
 from dloop.gates.oracle import hindsight_depths, paper_depths
@@ -93,7 +92,7 @@ def costs_of(command: Command, trace: Trace, most: int) -> Costs | None:
 def learned_walks(name: AutoName, trace: Trace, costs: Costs, most: int) -> list[Walk]:
     """Every text under a gate that goes on learning from one to the next, beginning with nothing."""
     k, learner = trace.ground.stage_len, fresh(name, trace.ground.stage_len)
-    played = [play(text, trace.ground, Auto(learner), costs, most) for text in trace.texts]
+    played = [play(text, trace.ground, learner.gate(), costs, most) for text in trace.texts]
     return [walked(rounds, len(text.prompt), k) for text, rounds in zip(trace.texts, played, strict=True)]
 
 

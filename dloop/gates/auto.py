@@ -45,6 +45,7 @@ class Learner:
     surplus: float = 0.0  # tokens that a decision wins where the stage is drafted anyway, in the mean
     since_probe: int = 0  # steps
     live: int = 1
+    joined: int = 0  # gates made since the last step
     pending: list[Round] = field(default_factory=list[Round], repr=False)  # of the step that is being observed
     asked: dict[int, int] = field(default_factory=dict[int, int], repr=False)  # sequences, by stages drafted
     opened: dict[int, int] = field(default_factory=dict[int, int], repr=False)
@@ -53,6 +54,11 @@ class Learner:
     def times(self) -> Times | None:
         """What stages and rows take now; None in a cold start."""
         return self.clock.at(self.live) if self.rounds >= COLD_ROUNDS else None
+
+    def gate(self, *, teaches: bool = True) -> "Auto":
+        """A gate for one more sequence."""
+        self.joined += 1
+        return Auto(self, teaches)
 
     def observe(self, round: Round) -> None:
         """Learn from a finished round of at least one stage."""
@@ -66,16 +72,16 @@ class Learner:
     def settle(self) -> None:
         """All rounds of a step are there when the next stage is asked about: learn its times."""
         if self.pending:
-            self.live = len(self.pending)
+            self.live = max(len(self.pending), self.joined)
             self.clock.add(self.pending)
-            self.pending, self.asked, self.opened = [], {}, {}
+            self.pending, self.asked, self.opened, self.joined = [], {}, {}, 0
             self.since_probe += 1
 
     def opens(self, stage: int, score: float, survivals: list[float], size: int) -> bool:
         """Whether the sequence that is asked now drafts on after `stage` stages, the last one of `size` nodes."""
         self.settle()
         self.asked[stage] = self.asked.get(stage, 0) + 1
-        self.live = max(self.live, self.asked[stage])  # more have joined since the last step
+        self.live = max(self.live, self.joined)
         times = self.times
         opens = score >= COLD_THRESHOLD if times is None else self._pays(stage, survivals, times, size)
         self.opened[stage] = self.opened.get(stage, 0) + opens

@@ -9,7 +9,6 @@ from dloop.checkpoint import brief
 from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.gate import AutoName, FixedGate, Gate
-from dloop.gates.auto import Auto
 from dloop.settings import Settings, is_word
 from dloop.targets.hf import HFTarget
 from dloop.types import GREEDY_BELOW
@@ -42,7 +41,7 @@ def gate_of(settings: Settings, target: HFTarget, drafter: HostDrafter | None, *
     if drafter is None:
         return FixedGate()
     key = key_of(settings, target, drafter)
-    return Auto(drafter.learned.at(settings.loop_gate, key, drafter.stage_len), teaches=teaches)
+    return drafter.learned.at(settings.loop_gate, key, drafter.stage_len).gate(teaches=teaches)
 
 
 def key_of(settings: Settings, target: HFTarget, drafter: HostDrafter) -> str:
