@@ -347,6 +347,43 @@ def test_a_killed_run_continues(tiny, measured, tmp_path, monkeypatch, capsys, h
     assert not list(tmp_path.rglob("parts"))
 
 
+def test_a_gate_that_learns_keeps_its_state_beside_the_results_and_a_stopped_run_goes_on_with_it(
+    tiny, tmp_path, capsys, monkeypatch
+):
+    append, taken = Store.append, []
+
+    def killed(self, rank, responses):
+        if len(taken) == 2:
+            raise KeyboardInterrupt
+        taken.append(sum(len(response.rounds) for response in responses))
+        append(self, rank, responses)
+
+    words = tiny.words(tmp_path, "--loop-gate", "auto")
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "append", killed)
+        assert entry(words) == 130
+    (path,) = tmp_path.rglob("gate-rank-0.json")
+    assert learned_rounds(path) == sum(taken), "the warm-up taught nothing"
+    capsys.readouterr()
+    assert entry(words) == 0
+    assert f"the gate goes on with what it learned from {sum(taken)} rounds" in capsys.readouterr().err
+    assert learned_rounds(path) == summary_in(tmp_path)["rounds"]
+    assert entry([*words, "--max-samples", "5"]) == 0 and "the gate" not in capsys.readouterr().err, "nothing to do"
+    assert entry([*words, "--overwrite"]) == 0
+    assert learned_rounds(path) == summary_in(tmp_path)["rounds"]
+    other = tiny.words(tmp_path / "from a file", "--loop-gate", "auto", "--gate-state", str(path), "--max-samples", "1")
+    before = path.read_bytes()
+    assert entry(other) == 0 and path.read_bytes() == before, "a file that was given is read alone"
+    (copy,) = (tmp_path / "from a file").rglob("gate-rank-0.json")
+    assert learned_rounds(copy) > learned_rounds(path)
+
+
+def learned_rounds(path: Path) -> int:
+    """How much the one gate of a file has seen."""
+    (state,) = json.loads(path.read_text())["gates"].values()
+    return state["rounds"]
+
+
 def test_a_finished_run_is_not_decoded_again_but_extended(tiny, measured, tmp_path, monkeypatch):
     decoded = []
     once = run.decode_sample
@@ -526,6 +563,7 @@ def test_bench_takes_every_argument_of_the_api():
         ({}, "host"),
         ({"loop_gate": -0.5}, "loop-gate=-0.5"),
         ({"loop_gate": -math.inf, "gate_sum": "all"}, "loop-gate=-inf,gate-sum=all"),
+        ({"loop_gate": "auto"}, "loop-gate=auto"),
         ({"tree_budget": 64, "tree_beta": -0.2}, "tree-budget=64"),
         ({"loop_gate": -0.12345678, "temperature": 1.0}, "loop-gate=-0.12345678,temperature=1"),
         ({"stop_token_ids": (1, 2), "chat": False}, "stop-token-ids=1+2,chat=False"),

@@ -34,7 +34,7 @@ OPTIONS = {
     "--no-json --debug "
     "--no-debug",
     "generate": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
-    "--loop-gate --gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p "
+    "--loop-gate --gate-sum --gate-state --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p "
     "--seed --verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta "
     "--draft-depth --draft-rope-theta --mtp-k --prompt --prompt-file --prompt-ids --messages --chat --no-chat "
     "--json --no-json --debug "
@@ -46,14 +46,14 @@ OPTIONS = {
     "--json --no-json --debug --no-debug --output",
     "chat": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
     "--loop-gate "
-    "--gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
+    "--gate-sum --gate-state --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
     "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
     "--draft-rope-theta --mtp-k --system --json --no-json --debug --no-debug --trace --no-trace",
     "export": "--draft-model --model --layout --output-dir --max-shard-bytes --overwrite --no-overwrite --revision "
     "--draft-revision --json --no-json --debug --no-debug",
     "bench": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
     "--loop-gate "
-    "--gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
+    "--gate-sum --gate-state --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
     "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
     "--draft-rope-theta --mtp-k --dataset --data-dir --max-samples --beside --chat --no-chat --json --no-json --debug "
     "--no-debug --output-dir "
@@ -422,6 +422,23 @@ def test_the_baseline_has_no_drafter_and_the_same_text(tiny, capsys):
     plain = generated(capsys, "--model", str(tiny.target), "--dtype", "float32", "--baseline", *words)
     assert plain["tokens"] == loop["tokens"]
     assert plain["draft"] is None and plain["family"] is None and plain["acceptance_length"] == 1.0
+
+
+def test_what_a_gate_learned_goes_from_run_to_run(tiny, capsys, tmp_path):
+    words = ["generate", *tiny.words, "--prompt", "Hello", "--loop-gate", "auto", "--json"]
+    kept, rounds = tmp_path / "gate.json", 0
+    for _ in range(2):
+        assert entry([*words, "--gate-state", str(kept)]) == 0
+        made = json.loads(capsys.readouterr().out)
+        rounds += len(made["rounds"])
+        (state,) = json.loads(kept.read_text())["gates"].values()
+        assert state["rounds"] == rounds and made["setting"]["loop_gate"] == "auto"
+    assert made["setting"]["gate_state"] == str(kept)
+    kept.write_text("nothing")
+    assert entry([*words, "--gate-state", str(kept)]) == 2
+    assert "keeps no gate's state" in capsys.readouterr().err
+    assert entry([*words[:-3], "--loop-gate", "-0.5", "--gate-state", str(kept)]) == 2
+    assert "--gate-state keeps what --loop-gate auto learns" in capsys.readouterr().err
 
 
 def test_a_text_of_one_token_has_no_speed(tiny, capsys):

@@ -1,6 +1,7 @@
 """Speculative sampling keeps the target's law exactly: chi-square against the product of the target's probabilities."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -8,13 +9,16 @@ import torch
 
 import dloop
 from dloop.batch import generate_many
-from dloop.gate import FixedGate
+from dloop.gate import FixedGate, Gate
+from dloop.gates.costs import given_costs
+from dloop.gates.learned import fresh
+from dloop.gates.played import Priced
 from dloop.judge import Match, Reject
 from dloop.loop import Limits, Session, decode, run_one
 from dloop.sampling import Draw, law
 from dloop.settings import Settings
 from dloop.testing import ScriptedDrafter, TableTarget, chain, good_drafter, tiny_target
-from dloop.types import Draft, Features, First, Sampling, Stage, StageRequest, Verdict
+from dloop.types import Draft, Features, First, Round, Sampling, Stage, StageRequest, Verdict
 
 V, K, LENGTH = 4, 2, 3
 PROMPT = [1, 2]
@@ -62,7 +66,37 @@ class ForgetsTheResidual(Reject):
         return replace(verdict, bonus=Match(self.sampling).choose(logits[node][None], [draft.positions[node] + 1])[0])
 
 
-def statistic(judge: type[Reject], gate: float, sampling: Sampling, spoil: float = 1.0) -> float:
+@dataclass
+class Capricious:
+    """The worst of gates: it goes by the value of what was drawn."""
+
+    threshold: float | None = None
+
+    def opens(self, draft: Draft) -> bool:
+        return draft.tokens[1] % 2 == 0
+
+    def observe(self, round: Round) -> None:
+        """It learns nothing."""
+
+
+class Trims(Reject):
+    """Planted: the same look at what was drawn, to take the draft back."""
+
+    def __call__(self, draft: Draft, logits: torch.Tensor) -> Verdict:
+        if draft.tokens[1] % 2 == 0:
+            draft, logits = Draft.rooted(draft.tokens[0], draft.positions[0]), logits[:1]
+        return super().__call__(draft, logits)
+
+
+def learning() -> Callable[[], Gate]:
+    """Gates of one learner; seconds are by costs under which it opens at times."""
+    learner, costs = fresh("auto", K), given_costs((1.0, 0.3), (3.0, 0.05), 99)
+    return lambda: Priced(learner.gate(), costs, K)
+
+
+def statistic(
+    judge: type[Reject], gate: float | Callable[[], Gate], sampling: Sampling, spoil: float = 1.0
+) -> float:
     """Chi-square of the first three tokens over all runs, cells of less than 5 expected runs pooled."""
     target = TableTarget.random(V, seed=3, scale=1.0)
     noisy = TableTarget(target.table + torch.randn(target.table.shape, generator=torch.Generator().manual_seed(1)))
@@ -71,7 +105,8 @@ def statistic(judge: type[Reject], gate: float, sampling: Sampling, spoil: float
     for seed in range(RUNS):
         session = Session(target, DrawingDrafter(stage_len=K, script=lambda *_: chain([]), table=noisy, spoil=spoil))
         rule = judge(replace(sampling, seed=seed))
-        task = decode(session, 0, PROMPT, gate=FixedGate(gate), judge=rule, limits=limits)
+        asked = gate() if callable(gate) else FixedGate(gate)
+        task = decode(session, 0, PROMPT, gate=asked, judge=rule, limits=limits)
         tokens = [t for e in run_one(task, session) for t in ([e.token] if isinstance(e, First) else e.emitted)]
         counts[tuple(tokens)] += 1
     found, expected = [], []
@@ -96,6 +131,17 @@ SAMPLINGS = [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=3, top_p
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["plain", "processed"])
 def test_the_text_follows_the_target_s_law(gate, sampling):
     assert statistic(Reject, gate, sampling) < CRITICAL[63]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("gate", [learning(), Capricious], ids=["auto", "capricious"])
+def test_gates_may_look_at_everything_that_is_verified(gate):
+    assert statistic(Reject, gate, SAMPLINGS[0]) < CRITICAL[63]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_draft_taken_back_for_what_was_drawn_is_caught():
+    assert statistic(Trims, 1.0, SAMPLINGS[0]) > 1.5 * CRITICAL[63]
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -11,6 +11,9 @@ import test_cli
 import dloop
 from dloop.cli import trace_run
 from dloop.cli.main import PARTS, entry
+from dloop.gates.costs import given_costs
+from dloop.gates.learned import fresh
+from dloop.gates.played import play
 from dloop.gates.trace import is_same, load
 from dloop.testing import good_drafter, tiny_target, write_drafter, write_target
 
@@ -123,6 +126,19 @@ def test_replay_tells_what_the_trace_holds(folder, capsys):
     assert row["interval"][0] <= row["tokens_per_s"] <= row["interval"][1]
 
 
+def test_gates_that_learn_are_replayed_as_they_decode(folder, capsys):
+    costs = ["--stage-ms", "1,0.8", "--verify-ms", "3,0.05"]
+    made = replayed(capsys, folder, *costs, "--loop-gate", "-0.5,auto:full,auto")
+    rows = {row["gate"]: row for row in made["gates"]}
+    assert list(rows)[-4:] == ["auto", "auto:full", "oracle:paper", "oracle:hindsight"]
+    trace, learner = load(folder / "trace.npz"), fresh("auto", made["stage_len"])
+    given = given_costs((1.0, 0.8), (3.0, 0.05), 1 + 3 * made["stage_len"])
+    rounds = [r for text in trace.texts for r in play(text, trace.ground, learner.gate(), given)]
+    assert rows["auto"]["rounds"] == len(rounds) and rows["auto"]["stages"] == sum(r.stages for r in rounds)
+    assert rows["auto"]["threshold"] is None and rows["auto"]["gate_sum"] is None
+    assert rows["auto"]["tokens"] == rows["host"]["tokens"] and 0 < rows["auto"]["gain"]
+
+
 def test_without_costs_there_are_no_speeds(folder, capsys):
     made = replayed(capsys, folder, "--max-stages", "2", "--gate-sum", "all")
     assert {row["tokens_per_s"] for row in made["gates"]} == {None} and made["costs"] is None
@@ -150,6 +166,8 @@ def test_a_table_and_a_picture(folder, capsys, tmp_path):
         (["--max-stages", "0"], "at least 1"),
         (["--loop-gate", "nan"], "--loop-gate must be thresholds"),
         (["--gate-sum", ""], "--gate-sum must be"),
+        (["--loop-gate", "auto"], "--loop-gate auto weighs times"),
+        (["--loop-gate", "sharp"], "expected NUMBER|auto|auto:full"),
         (["--stage-ms", "1,1"], "give both"),
         (["--stage-ms", "1", "--verify-ms", "1,1"], "--stage-ms 1.0 must be two numbers"),
         (["--stage-ms", "1,1", "--verify-ms", "1,-1"], "--verify-ms 1.0,-1.0 must be"),

@@ -123,4 +123,6 @@ def spelled(value: object) -> str:
     """A flag's value in a folder's name."""
     if isinstance(value, tuple):
         return "+".join(map(str, cast(tuple[int, ...], value))) or "none"
+    if isinstance(value, Path):
+        return value.name  # the whole path stands in the summary
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
