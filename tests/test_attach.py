@@ -339,6 +339,22 @@ def test_scores_and_logits_are_those_of_plain_decoding(target):
     torch.testing.assert_close(*probabilities, rtol=0, atol=1e-4)
 
 
+def test_gates_learn_from_the_model_s_own_texts_alone(target):
+    """Penalties bend the target's logits and not the drafter's: what they show holds for nobody else."""
+    drafter = good_for(target, [PROMPT + TEXT])
+
+    def bent():
+        return {"max_new_tokens": 12, "repetition_penalty": 1.3}
+
+    for make, teaches in ((dict, True), (bent, False)):
+        plain = call(target.model, make)
+        before = drafter.learned.rounds
+        with dloop.attach(target.model, drafter, loop_gate="auto", max_stages=3) as attached:
+            assert ids_of(call(target.model, make)) == ids_of(plain)
+            assert attached.last.mode == "dloop" and attached.last.rounds[0]
+        assert drafter.learned.rounds - before == (len(attached.last.rounds[0]) if teaches else 0)
+
+
 def test_a_dictionary_has_the_report_with_its_rounds(target):
     drafter = good_for(target, [PROMPT + TEXT])
     with dloop.attach(target.model, drafter, loop_gate=-2.0) as attached:

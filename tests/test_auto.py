@@ -14,6 +14,8 @@ import dloop
 from dloop import loop
 from dloop.batch import generate_many
 from dloop.detect import FAMILIES
+from dloop.fast.drafter import FastBlockDrafter
+from dloop.fast.target import FastTarget
 from dloop.errors import UserError
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate, Gate
 from dloop.gates import auto
@@ -31,10 +33,11 @@ from dloop.gates.walk import gate_depths, walk
 from dloop.loop import Limits, Session, decode, run_many
 from dloop.records import round_record
 from dloop.settings import Settings
-from dloop.testing import chain, taught_drafter, tiny_drafter, tiny_target
+from dloop.testing import chain, good_drafter, taught_drafter, tiny_drafter, tiny_target
 from dloop.trace import trace
 from dloop.types import Draft, Round, Rows, Seen, Stage, StageRecord, StageRequest
 
+PROMPT = [5, 9, 11, 60]
 AUTOS = ("auto", "auto:full")
 STAGES = 6
 DSPARK = given_costs((3.9, 3.9), (22.4, 0.03), 200)  # milliseconds, as published for an H100
@@ -506,7 +509,15 @@ def test_texts_share_what_the_drafter_s_gates_learned(target, drafter):
     assert 2 in learner.clock.times, "three at a time"
 
 
-PROMPT = [5, 9, 11, 60]
+def test_the_fast_path_s_sequences_share_a_gate_too(target):
+    text = dloop.generate_autoregressive(target, PROMPT, 30).tokens
+    fast = FastTarget.of(target)
+    drafter = FastBlockDrafter.of(good_drafter(target, [PROMPT + text]))
+    for _ in range(2):
+        done = generate_many(fast, drafter, [PROMPT, PROMPT[:3]] * 2, Settings(max_new_tokens=30, loop_gate="auto"), 3)
+        assert [one.tokens for one in sorted(done, key=lambda one: one.index)][::2] == [text, text]
+    (learner,) = drafter.learned.learners.values()
+    assert learner.rounds > 20 and 2 in learner.clock.times
 
 
 def test_what_is_shared_depends_on_target_law_and_shape(target, drafter):

@@ -15,7 +15,9 @@ from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
 from dloop.drafters.host import HostDrafter
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.drafters.proposal import Proposal
-from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate
+from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate, Gate
+from dloop.gates import auto
+from dloop.gates.learned import fresh
 from dloop.judge import Match, Reject, follow
 from dloop.loop import Limits, Session, Target, decode, run_many
 from dloop.sampling import Sampling, gumbel, law, process
@@ -227,12 +229,15 @@ def taught(request, taught_target) -> Taught:
     return Taught(taught_target, [greedy, *drawn], drafter)
 
 
-def check_family(taught: Taught, judge: type[Match], seed: int | None, *, gate: float, max_stages: int) -> list[Round]:
+def check_family(
+    taught: Taught, judge: type[Match], seed: int | None, *, gate: float | Gate, max_stages: int
+) -> list[Round]:
     """The family's text is plain decoding's: greedy, or (with a seed) the sample of that seed. Gives the rounds."""
     sampling = GREEDY if seed is None else Sampling(seed=seed, **LAW)
     session = Session(taught.target.open(taught.drafter.taps), taught.drafter.open())
     rules = Limits(max_new_tokens=LENGTH, max_stages=max_stages, context=taught.target.context)
-    task = decode(session, 0, PROMPT, gate=FixedGate(gate), judge=judge(sampling), limits=rules)
+    asked = gate if isinstance(gate, Gate) else FixedGate(gate)
+    task = decode(session, 0, PROMPT, gate=asked, judge=judge(sampling), limits=rules)
     found = gather([task], session)[0]
     assert found.tokens == taught.texts[0 if seed is None else 1 + seed], "the text differs from plain decoding"
     return found.rounds
@@ -245,6 +250,17 @@ def test_every_family_gate_and_cap_gives_the_target_s_text(taught, seed):
     for gate, max_stages in pairs:
         rounds = check_family(taught, Match, seed, gate=gate, max_stages=max_stages)
         assert max(r.stages for r in rounds) <= (1 if gate == NEVER_OPENS else max_stages)
+
+
+@pytest.mark.parametrize("name", ["auto", "auto:full"])
+def test_a_gate_that_learns_gives_the_target_s_text_in_every_family(taught, name, monkeypatch):
+    monkeypatch.setattr(auto, "COLD_ROUNDS", 3)
+    monkeypatch.setattr(auto, "THETA", 0.1)  # tiny models take no time that would tell stages from verifications
+    learner, stages = fresh(name, taught.drafter.stage_len), set()
+    for seed in (None, 0, None, 1):
+        rounds = check_family(taught, Match, seed, gate=learner.gate(), max_stages=4)
+        stages |= {r.stages for r in rounds}
+    assert len(stages) > 1 and learner.rounds > 8
 
 
 @pytest.mark.parametrize("reading", READINGS)
