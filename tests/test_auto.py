@@ -14,9 +14,9 @@ import dloop
 from dloop import loop
 from dloop.batch import generate_many
 from dloop.detect import FAMILIES
+from dloop.errors import UserError
 from dloop.fast.drafter import FastBlockDrafter
 from dloop.fast.target import FastTarget
-from dloop.errors import UserError
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate, Gate
 from dloop.gates import auto
 from dloop.gates.auto import Learner

@@ -94,9 +94,7 @@ def learning() -> Callable[[], Gate]:
     return lambda: Priced(learner.gate(), costs, K)
 
 
-def statistic(
-    judge: type[Reject], gate: float | Callable[[], Gate], sampling: Sampling, spoil: float = 1.0
-) -> float:
+def statistic(judge: type[Reject], gate: float | Callable[[], Gate], sampling: Sampling, spoil: float = 1.0) -> float:
     """Chi-square of the first three tokens over all runs, cells of less than 5 expected runs pooled."""
     target = TableTarget.random(V, seed=3, scale=1.0)
     noisy = TableTarget(target.table + torch.randn(target.table.shape, generator=torch.Generator().manual_seed(1)))

@@ -26,7 +26,7 @@ def check_word(gate: object, gate_sum: object) -> None:
     if is_word(gate, *AUTO_NAMES):
         if gate_sum != "last":
             raise UserError(f"gate_sum={brief(gate_sum)} means nothing to loop_gate={gate!r}; leave it out")
-    elif not isinstance(gate, Real) or isinstance(gate, bool):
+    elif isinstance(gate, bool) or not isinstance(gate, Real):
         raise UserError(f"loop_gate={brief(gate)} must be a number or one of {', '.join(AUTO_NAMES)}")
 
 
