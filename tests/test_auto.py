@@ -376,8 +376,9 @@ def test_broken_scores_do_not_loop(name):
 
 def warm(learner: Learner, later_s: float = 1e-4) -> Learner:
     """Past its cold start: a stage takes so long, a verification 3 ms, and a sequence makes a token a millisecond."""
+    gate = learner.gate()
     for _ in range(auto.COLD_ROUNDS):
-        learner.observe(round_of(chained(-0.1, -0.1), [1, 2], seconds=(2 * later_s, 3e-3)))
+        gate.observe(round_of(chained(-0.1, -0.1), [1, 2], seconds=(2 * later_s, 3e-3)))
         learner.settle()
     return learner
 
@@ -544,6 +545,17 @@ def test_a_gate_that_does_not_teach_reads_alone(target, drafter):
     for path in ([1, 2, 3], [1], []):
         quiet.observe(round_of(chained(-0.1), path))
     assert json.dumps(state(learner)) == before and not learner.pending[1:]
+
+
+def test_a_gate_that_does_not_teach_pays_for_its_own_stages():
+    """What one round opened is no stage that others draft in the next."""
+    learner = warm(fresh("auto", 3), later_s=0.5)  # seconds: far too dear
+    learner.opened[1] = 1
+    quiet = learner.gate(teaches=False)
+    for _ in range(3):
+        quiet.observe(round_of(chained(-0.1), [1]))
+        assert not quiet.opens(chained(-1e-9))
+    assert learner.live == 1
 
 
 def state(learner: Learner) -> dict:

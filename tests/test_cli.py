@@ -36,8 +36,8 @@ OPTIONS = {
     "generate": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
     "--loop-gate --gate-sum --gate-state --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature "
     "--top-k --top-p --seed --verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width "
-    "--tree-beta --draft-depth --draft-rope-theta --mtp-k --prompt --prompt-file --prompt-ids --messages --chat --no-chat "
-    "--json --no-json --debug "
+    "--tree-beta --draft-depth --draft-rope-theta --mtp-k --prompt --prompt-file --prompt-ids --messages --chat "
+    "--no-chat --json --no-json --debug "
     "--no-debug --trace --no-trace",
     "check": "--model --draft-model --dtype --device --engine --revision --draft-revision --prompt --max-new-tokens "
     "--loop-gate "

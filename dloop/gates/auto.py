@@ -46,7 +46,8 @@ class Learner:
     since_probe: int = 0  # steps
     live: int = 1
     joined: int = 0  # gates made since the last step
-    pending: list[Round] = field(default_factory=list[Round], repr=False)  # of the step that is being observed
+    finished: int = 0  # rounds of the step that is being observed
+    pending: list[Round] = field(default_factory=list[Round], repr=False)  # those of them that teach
     asked: dict[int, int] = field(default_factory=dict[int, int], repr=False)  # sequences, by stages drafted
     opened: dict[int, int] = field(default_factory=dict[int, int], repr=False)
 
@@ -71,11 +72,14 @@ class Learner:
 
     def settle(self) -> None:
         """All rounds of a step are there when the next stage is asked about: learn its times."""
-        if self.pending:
-            self.live = max(len(self.pending), self.joined)
+        if not self.finished:
+            return
+        self.live = max(self.finished, self.joined)
+        if len(self.pending) == self.finished:
             self.clock.add(self.pending)
-            self.pending, self.asked, self.opened, self.joined = [], {}, {}, 0
-            self.since_probe += 1
+        self.pending, self.asked, self.opened = [], {}, {}
+        self.finished = self.joined = 0
+        self.since_probe += 1
 
     def opens(self, stage: int, score: float, survivals: list[float], size: int) -> bool:
         """Whether the sequence that is asked now drafts on after `stage` stages, the last one of `size` nodes."""
@@ -144,6 +148,7 @@ class Auto:
         return self.learner.opens(draft.num_stages, sum(draft.scores), self.survivals, size)
 
     def observe(self, round: Round) -> None:
+        self.learner.finished += 1
         if not round.stages or not self.teaches:  # no room for a stage: nothing was decided
             return
         if self.last is not None:

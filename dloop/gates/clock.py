@@ -63,13 +63,16 @@ class Clock:
     times: dict[int, Times] = field(default_factory=dict[int, Times])
 
     def add(self, rounds: Sequence[Round]) -> None:
-        key = len(rounds).bit_length()
+        key, nearest = len(rounds).bit_length(), self._nearest(len(rounds))
         if key not in self.times:
-            nearest = min(self.times, key=lambda other: abs(other - key), default=None)
-            self.times[key] = Times() if nearest is None else self.times[nearest].borrowed()
+            self.times[key] = Times() if nearest is None else nearest.borrowed()
         self.times[key].add(rounds)
 
+    def _nearest(self, live: int) -> Times | None:
+        nearest = min(self.times, key=lambda key: abs(key - live.bit_length()), default=None)
+        return None if nearest is None else self.times[nearest]
+
     def at(self, live: int) -> Times | None:
-        """The times with so many alive; None while they are not known."""
-        found = self.times.get(live.bit_length())
+        """The times with so many alive, or the nearest number; None while none are known."""
+        found = self._nearest(live)
         return found if found and min(found.draft.seen, found.verify.seen) >= TRUSTED else None
