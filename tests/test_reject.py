@@ -107,7 +107,7 @@ class Counted:
 
 def learning() -> Callable[[], Gate]:
     """Gates of one learner; seconds are by costs under which it opens at times."""
-    learner, costs = fresh("auto", 1), given_costs((0.3, 0.3), (3.0, 0.05), 99)
+    learner, costs = fresh("auto", 1), given_costs((0.3, 0.1), (3.0, 0.02), 99)
     return lambda: Priced(learner.gate(), costs, 1)
 
 
