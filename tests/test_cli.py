@@ -34,7 +34,8 @@ OPTIONS = {
     "--no-json --debug "
     "--no-debug",
     "generate": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
-    "--loop-gate --gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p "
+    "--loop-gate --gate-sum --max-stages --gap-rows --stop-rule --gate-head "
+    "--max-new-tokens --stop-token-ids --temperature --top-k --top-p "
     "--seed --verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta "
     "--draft-depth --draft-rope-theta --mtp-k --prompt --prompt-file --prompt-ids --messages --chat --no-chat "
     "--json --no-json --debug "
@@ -46,14 +47,16 @@ OPTIONS = {
     "--json --no-json --debug --no-debug --output",
     "chat": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
     "--loop-gate "
-    "--gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
+    "--gate-sum --max-stages --gap-rows --stop-rule --gate-head "
+    "--max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
     "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
     "--draft-rope-theta --mtp-k --system --json --no-json --debug --no-debug --trace --no-trace",
     "export": "--draft-model --model --layout --output-dir --max-shard-bytes --overwrite --no-overwrite --revision "
     "--draft-revision --json --no-json --debug --no-debug",
     "bench": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
     "--loop-gate "
-    "--gate-sum --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
+    "--gate-sum --max-stages --gap-rows --stop-rule --gate-head "
+    "--max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
     "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
     "--draft-rope-theta --mtp-k --dataset --data-dir --max-samples --beside --chat --no-chat --json --no-json --debug "
     "--no-debug --output-dir "

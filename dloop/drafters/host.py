@@ -111,6 +111,7 @@ class HostDrafter(ABC):
     vocabulary: Vocabulary
     folder: Path | None = None
     trees: TreeShape | None = None  # None: every stage is a chain
+    obeys_rules: ClassVar[bool] = True  # whether its stages end where a stop rule says
 
     @property
     def config(self) -> HostConfig:

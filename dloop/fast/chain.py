@@ -31,6 +31,7 @@ log = logging.getLogger("dloop")
 class FastChainDrafter(ChainDrafter):
     """A loaded EAGLE-3 drafter on the fast path. The twin's weights become views of the fused ones."""
 
+    obeys_rules = False
     memories: "list[FastChainMemory]" = field(default_factory=list["FastChainMemory"], compare=False, repr=False)
 
     @classmethod
