@@ -66,7 +66,8 @@ OPTIONS = {
     "--synthetic-acceptance --synthetic-stages --json --no-json --debug --no-debug --output --resume --no-resume "
     "--plot",
     "trace": "--json --no-json --debug --no-debug",
-    "replay": "--trace --loop-gate --gate-sum --max-stages --costs --cost-context --cost-engine --stage-ms --verify-ms "
+    "replay": "--trace --loop-gate --gate-sum --max-stages --stop-rule --costs --cost-context --cost-engine --stage-ms "
+    "--verify-ms "
     "--json --no-json --debug --no-debug --output --plot",
     "data": "--model --dtype --device --engine --revision --prompts --output --chat-template --max-prompt-tokens "
     "--max-samples --max-new-tokens --temperature --top-k --top-p --seed --live --shard --resume --no-resume --json "

@@ -32,9 +32,13 @@ def watched_stage(stage: Stage, laws: Laws, watch: Watch) -> Stage:
     found = figures(laws.logits)
     if laws.confidence is not None:
         found = torch.cat([found, laws.confidence.float()[:, None]], -1)
-    numbers = found.tolist()  # sync
+    return watched_chain(stage, found.tolist(), laws.hidden, watch)  # sync
+
+
+def watched_chain(stage: Stage, numbers: list[list[float]], hidden: Float[Tensor, "k D"], watch: Watch) -> Stage:
+    """The same, from the rows' figures; the fourth of each, where there is one, is the confidence."""
     for index, each in enumerate(numbers):
-        if watch.ends(link(watch, each, stage.logp[index], laws.hidden[index])):
+        if watch.ends(link(watch, each, stage.logp[index], hidden[index])):
             break
     return shortened(stage, watch, [each[0] for each in numbers])
 
