@@ -140,15 +140,17 @@ def test_a_head_learns_and_its_rule_reads_it(pair, kind, tmp_path):
     assert passes[-1].loss < 0.8 * passes[0].loss
     save_head(head, tmp_path)
     rule = {"disco": "disco-ffn"}.get(kind, kind)
-    options = {"stop_rule": rule, "gate_head": tmp_path, "stop_token_ids": [], "tree_budget": 0}
-    out = dloop.generate(target, drafter, PROMPT, LENGTH, **options)
-    assert out.tokens == sample.tokens[len(PROMPT) :].tolist()
-    wild = HEADS[kind](config_of(kind, drafter))
-    wild.load_state_dict({name: value * 0 - 3 for name, value in head.state_dict().items()})
-    save_head(wild, tmp_path)
-    other = dloop.generate(target, drafter, PROMPT, LENGTH, **options)
-    assert other.tokens == out.tokens
-    assert [r.drafted for r in other.rounds] != [r.drafted for r in out.rounds]  # what is drafted is the head's choice
+    options = {"stop_rule": rule, "gate_head": tmp_path, "stop_token_ids": [], "loop_gate": -9.0, "max_stages": 2}
+    drafts = []
+    for bias in (None, 8.0, -8.0):
+        if bias is not None:  # what is drafted is the head's choice
+            for name, value in head.state_dict().items():
+                value.fill_(bias if name.endswith(("out.bias", "layers.2.bias")) else 0.0)
+            save_head(head, tmp_path)
+        out = dloop.generate(target, drafter, PROMPT, LENGTH, tree_budget=0, **options)
+        assert out.tokens == sample.tokens[len(PROMPT) :].tolist()
+        drafts.append(sum(len(r.drafted) for r in out.rounds) / len(out.rounds))
+    assert drafts[1] > 1.5 * drafts[2]
 
 
 # The command

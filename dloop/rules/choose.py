@@ -138,9 +138,7 @@ def refuse_pair(choice: Choice, drafter: HostDrafter, head: Head | None) -> None
         )
     sts = choice.values.get("sts")
     if sts is not None and len(ConfidenceCut(threshold=0.0, sts=cast(Path, sts)).temperatures) != drafter.stage_len:
-        raise UserError(
-            f"stop_rule dspark: sts={sts} is for stages of another length than {drafter.stage_len}; fit it anew"
-        )
+        raise UserError(f"stop_rule dspark: sts={sts} is not for stages of {drafter.stage_len} tokens; fit it anew")
 
 
 def has_confidence(drafter: HostDrafter) -> bool:

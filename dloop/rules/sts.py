@@ -43,7 +43,7 @@ def fit(logits: Float64[np.ndarray, "n k"], accepted: Bool[np.ndarray, "n k"]) -
     return Fit(chosen, float(before), float(after))
 
 
-def chance(logits: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+def chance(logits: Float64[np.ndarray, "*n"]) -> Float64[np.ndarray, "*n"]:
     """The logistic function."""
     return np.exp(-np.logaddexp(0, -logits))
 
