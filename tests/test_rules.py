@@ -25,9 +25,10 @@ from dloop.sampling import Draw, law
 from dloop.settings import Settings
 from dloop.stop import AfterRule, BeforeRule, Drawn, Row, RuledRequest, Watch, shortened, under
 from dloop.testing import ScriptedDrafter, TableTarget, chain, taught_drafter, tiny_drafter, tiny_target
-from dloop.types import Draft, First, Round, Sampling, Stage, StageRecord, StageRequest
+from dloop.trees.shape import TreeShape
+from dloop.types import Draft, Features, First, Round, Sampling, Stage, StageRecord, StageRequest
 
-LENGTH, K = 30, 3
+LENGTH, K = 20, 3
 PROMPT = [5, 9, 3, 11, 7]
 FAMILIES = ["dspark", "dflash", "domino", "eagle3"]
 STEPS = {"dflash": 50, "domino": 50}
@@ -164,9 +165,91 @@ def test_many_sequences_have_a_rule_each(case):
         assert found[index] == alone
 
 
+@dataclasses.dataclass
+class Stops(AfterRule):
+    """Behind a given row; keeps what it was shown."""
+
+    last: int
+    shown: list[Drawn] = dataclasses.field(default_factory=list)
+
+    def goes_on(self, drawn: Drawn) -> bool:
+        self.shown.append(drawn)
+        return drawn.row.index < self.last
+
+
+@dataclasses.dataclass
+class Refuses(BeforeRule):
+    """A given row."""
+
+    first: int
+
+    def admits(self, row: Row) -> bool:
+        return row.index < self.first
+
+
+def stage_under(case: Case, rule, index: int = 0) -> Stage:
+    """A drawn stage after the prompt; T = 1, so that a row's law is the drafter's own."""
+    features = case.target.features(torch.tensor([PROMPT]), case.drafter.taps)
+    memory = case.drafter.open()
+    memory.extend(0, 0, PROMPT, Features(taps=features.taps[0], last=features.last[0]))
+    asked = {"slot": 0, "anchor": case.text[0], "sampling": Sampling(temperature=1.0, seed=4)}
+    for at in range(index):
+        (stage,) = memory.draft([StageRequest(**asked, index=at)])
+        asked["anchor"] = stage.tokens[-1]
+    request = StageRequest(**asked, index=index) if rule is None else RuledRequest(**asked, index=index, rule=rule)
+    return memory.draft([request])[0]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_is_left_of_a_stage_is_the_beginning_of_the_whole_one(case, index):
+    """Tokens, log-probabilities and laws; and rows tell what these laws tell, of drawn tokens and of their states."""
+    whole = stage_under(case, None, index)
+    for rule, count in [(Stops(1), 2), (Refuses(1), 1), (Refuses(0), 0), (note := Stops(K - 1), K)]:
+        left = stage_under(case, rule, index)
+        assert left.cut and (left.tokens, left.parents) == (whole.tokens[:count], whole.parents[:count])
+        assert left.logp == pytest.approx(whole.logp[:count], abs=1e-5) and len(left.spine) == count
+        assert count == 0 or torch.allclose(left.probs, whole.probs[:count])
+    kept = whole.probs.sum(0) > 0
+    for row, (drawn, probs) in enumerate(zip(note.shown, whole.probs, strict=True)):
+        best, second = probs.topk(2).values.tolist()
+        assert (drawn.row.index, drawn.row.depth) == (row, index * K + row)
+        assert drawn.row.top_logp == pytest.approx(math.log(best), abs=1e-4)
+        assert drawn.row.margin == pytest.approx(math.log(best / second), abs=1e-4)
+        assert drawn.row.entropy == pytest.approx(
+            torch.distributions.Categorical(probs[kept]).entropy().item(), abs=1e-4
+        )
+        assert drawn.logp == pytest.approx(whole.logp[row], abs=1e-5)
+        assert (drawn.row.confidence is not None) == (case.drafter.family == "dspark")
+    assert note.shown[-1].path_logp == pytest.approx(sum(each.row.top_logp for each in note.shown))
+    assert not stage_under(case, Stops(K), index).cut
+
+
+def tree_under(rule, depth: int, nodes: int = 12) -> Stage:
+    """EAGLE-3's tree of so many levels after the prompt."""
+    target = tiny_target("qwen3", seed=5)
+    drafter = tiny_drafter(target, family="eagle3", stage_len=depth).with_trees(TreeShape(budget=nodes, topk=3))
+    features = target.features(torch.tensor([PROMPT]), drafter.taps)
+    memory = drafter.open()
+    memory.extend(0, 0, PROMPT, Features(taps=features.taps[0], last=features.last[0]))
+    asked = {"slot": 0, "anchor": 8, "index": 0}
+    return memory.draft([StageRequest(**asked) if rule is None else RuledRequest(**asked, rule=rule)])[0]
+
+
+def test_a_tree_that_a_rule_ended_is_the_tree_of_fewer_levels_and_as_many_nodes():
+    for rule, depth in [(Stops(1), 2), (Refuses(2), 2), (Refuses(1), 1), (Stops(2), 3)]:
+        assert tree_under(rule, 5) == replace(tree_under(None, depth), cut=True)
+    assert tree_under(Refuses(0), 5).tokens == []
+    whole, note = tree_under(None, 4), Stops(9)
+    assert tree_under(note, 4) == whole
+    paths = [each.path_logp for each in note.shown]
+    assert paths[-1] == pytest.approx(whole.score, abs=1e-5)  # the best path of full depth
+    assert all(each.mass_logp > each.path_logp for each in note.shown)  # three paths together
+    assert [each.row.index for each in note.shown] == [0, 1, 2, 3]
+
+
 # The law at T > 0: a double that draws, small vocabulary
 
-V, STAGE, TEXT, RUNS = 3, 3, 3, 1000
+V, STAGE, TEXT, RUNS = 3, 3, 3, 700
 CRITICAL = 62.2  # chi-square of 26 degrees of freedom, p = 0.0001
 
 
