@@ -12,11 +12,15 @@ import torch
 
 import dloop
 from dloop.batch import generate_many
+from dloop.bench.measure import full_acceptance_rate
+from dloop.drafters.gemma4 import FAMILY as GEMMA_FAMILY
+from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.drafters.watched import figures
 from dloop.errors import UserError
 from dloop.gate import FixedGate
 from dloop.judge import Match, Reject
 from dloop.loop import Limits, Session, decode, run_one
+from dloop.records import rebuild, round_record
 from dloop.rules.choose import HEAD_OF, RULES, longest_of
 from dloop.rules.heads import HEADS, HeadConfig, load_head, save_head
 from dloop.rules.parameter import parameters_of
@@ -24,7 +28,16 @@ from dloop.rules.plain import DDD, DISCO, SVIP, AdaEDL, BiLD, LLMCad, best_thres
 from dloop.sampling import Draw, law
 from dloop.settings import Settings
 from dloop.stop import AfterRule, BeforeRule, Drawn, Row, RuledRequest, Watch, shortened, under
-from dloop.testing import ScriptedDrafter, TableTarget, chain, taught_drafter, tiny_drafter, tiny_target
+from dloop.testing import (
+    CHAIN_KINDS,
+    WINDOW_KINDS,
+    ScriptedDrafter,
+    TableTarget,
+    chain,
+    taught_drafter,
+    tiny_drafter,
+    tiny_target,
+)
 from dloop.trees.shape import TreeShape
 from dloop.types import Draft, Features, First, Round, Sampling, Stage, StageRecord, StageRequest
 
@@ -151,8 +164,22 @@ def test_a_round_may_draft_nothing_at_all(case):
     for shape in shapes_of(case):
         out = case.generate("bild:fallback=1", loop_gate=-2.0, **shape)
         assert out.tokens == case.text
+        records = [round_record(r) for r in out.rounds]
+        assert rebuild(out.first, records).tokens == out.tokens
+        assert full_acceptance_rate(records) == {}  # no stage drafted a token
         empty = [r for r in out.rounds if not r.drafted]
         assert empty and all((r.accepted, r.full_stages, r.stages) == (0, 0, 1) for r in empty)
+
+
+@pytest.mark.parametrize("kind", [*CHAIN_KINDS, *WINDOW_KINDS])
+def test_built_in_heads_and_assistants_obey_too(kind):
+    target = tiny_target(kind)
+    text = dloop.generate_autoregressive(target, PROMPT, 12).tokens
+    drafter = tiny_drafter(target, family=MTP_FAMILY if kind in CHAIN_KINDS else GEMMA_FAMILY)
+    for rule, gate in itertools.product(("svip:h=0.5", "disco", "ddd:checks=2"), (1.0, -9.0)):
+        out = dloop.generate(target, drafter, PROMPT, 12, stop_rule=rule, loop_gate=gate, stop_token_ids=[])
+        assert out.tokens == text
+        assert any(r.stage_records[-1].reason == "rule" for r in out.rounds)
 
 
 def test_many_sequences_have_a_rule_each(case):
