@@ -44,7 +44,7 @@ class Pair:
 def train(command: Command) -> int:
     """Draft, fit and write; the folder, or with --json the passes, on standard output."""
     hush()
-    make_writable(command.output_dir)
+    make_writable(command.output_dir, dry=False)
     pair = load(command)
     settle(command, pair)
     count = len(pair.data) if command.max_samples is None else min(command.max_samples, len(pair.data))
