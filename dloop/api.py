@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
 from torch import Tensor
@@ -10,21 +11,22 @@ from dloop.chat import Growing, Message, Tokenizer, encode_prompt, is_text
 from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.gate import AutoName, GateSum
-from dloop.gates.choose import check_gate, gate_of
+from dloop.gates.choose import gate_of
 from dloop.loop import Judge, Session, decode, run_one
-from dloop.misfits import check_pair
+from dloop.refusals import check_loaded as check_loaded
+from dloop.refusals import check_request as check_request
+from dloop.rules.choose import maker_of
 from dloop.settings import (
     Budget,
     Settings,
     Verify,
     check_prompt,
-    check_types,
     judge_of,
     limits_of,
-    refuse_unsupported,
     sampling_of,
     shaped,
 )
+from dloop.stop import under
 from dloop.targets.hf import HFTarget
 from dloop.types import FinishReason, First, Round
 
@@ -144,6 +146,8 @@ def stream(
     draft_depth: int | None = None,
     mtp_k: int | None = None,
     exact: bool | Literal["auto"] = "auto",
+    stop_rule: str | None = None,
+    gate_head: str | Path | None = None,
 ) -> Stream:
     """Decode and yield the rounds as they happen; arguments as in `generate`. Arguments are checked at the call."""
     settings = Settings(**{k: v for k, v in locals().items() if k not in ("target", "drafter", "prompt_ids")})
@@ -172,6 +176,8 @@ def generate(
     draft_depth: int | None = None,
     mtp_k: int | None = None,
     exact: bool | Literal["auto"] = "auto",
+    stop_rule: str | None = None,
+    gate_head: str | Path | None = None,
 ) -> Generation:
     """Decode one prompt; the text is the one the target alone gives with the same arguments.
 
@@ -195,6 +201,8 @@ def generate(
             them; a value the family cannot honour is refused. Budgets "host" are the family's published ones, and 0 on
             a target that cannot verify branches (Qwen3.5). topk_k and tree_width are at most 1024.
         exact: bit-identical decoding; "auto" takes it where it is offered.
+        stop_rule: an adaptive-length baseline, NAME or NAME:param=value,...; a stage that it cuts is the round's last.
+        gate_head: the folder of a trained head, for the rules that read one.
 
     Raises UserError naming the value, the reason and the way out.
     """
@@ -223,6 +231,8 @@ def generate_autoregressive(
     draft_depth: int | None = None,
     mtp_k: int | None = None,
     exact: bool | Literal["auto"] = "auto",
+    stop_rule: str | None = None,
+    gate_head: str | Path | None = None,
 ) -> Generation:
     """The plain baseline: one target forward a token. Same arguments as `generate`, so that one set drives both;
     those that only concern drafting are checked and change nothing.
@@ -252,29 +262,9 @@ def start(
     session = Session(target=target.open(drafter.taps if drafter else ()), drafter=drafter.open() if drafter else None)
     judge = judge or judge_of(settings, sampling, drafter, target.sampler)
     task = decode(session, 0, prompt, gate=gate_of(settings, target, drafter), judge=judge, limits=limits)
+    if (rule := maker_of(settings.stop_rule, settings.gate_head, drafter)) is not None:
+        task = under(task, rule())
     return Stream(run_one(task, session), None if sampling.is_greedy else sampling.seed, target.is_exact, tokenizer)
-
-
-def check_request(target: HFTarget, drafter: HostDrafter | None, settings: Settings) -> None:
-    """Raises UserError for what is no model, and for settings that these models cannot honour."""
-    check_loaded(target, drafter, settings)
-    check_types(settings)
-    check_gate(settings)
-    refuse_unsupported(settings, target, drafter)
-    if drafter is not None:
-        check_pair(drafter.config, target, drafter.name)  # loaded for one target, handed another
-
-
-def check_loaded(target: object, drafter: object, settings: object) -> None:
-    """Raises UserError where a name stands for what must be loaded."""
-    if not isinstance(target, HFTarget):
-        raise UserError(f"target={target!r:.60} must be a target that is loaded; give load_target(...)")
-    if not isinstance(drafter, HostDrafter | None):
-        raise UserError(
-            f"drafter={drafter!r:.60} must be a drafter that is loaded, or None; give load_drafter(..., target)"
-        )
-    if not isinstance(settings, Settings):
-        raise UserError(f"settings={settings!r:.60} must be Settings(...)")
 
 
 def collect(stream: Stream) -> Generation:

@@ -14,8 +14,10 @@ from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.gates.choose import gate_of
 from dloop.loop import Session, Task, decode, run_queue
+from dloop.rules.choose import maker_of
 from dloop.sampling import sample_seed
 from dloop.settings import Settings, check_prompt, judge_of, limits_of, sampling_of, shaped
+from dloop.stop import under
 from dloop.targets.hf import HFTarget
 from dloop.types import FinishReason, First, Round, Sampling
 
@@ -61,6 +63,7 @@ def generate_numbered(
         raise UserError(f"live={live} must be at least 1")
     check_request(target, drafter, settings)
     drafter = shaped(drafter, settings, target)
+    rule = maker_of(settings.stop_rule, settings.gate_head, drafter)
     sampling = sampling_of(settings)
     if drafter is None and target.engine == "fast" and target.is_exact:
         yield from on_device(target, numbered, settings, sampling, live)
@@ -73,7 +76,8 @@ def generate_numbered(
         texts[start] = Completion(index=prompt[0], seed=own.seed)
         limits, judge = limits_of(settings, target, drafter), judge_of(settings, own, drafter, target.sampler)
         tokens = check_prompt(prompt[1], target, settings.max_new_tokens)
-        return decode(session, slot, tokens, gate=gate_of(settings, target, drafter), judge=judge, limits=limits)
+        task = decode(session, slot, tokens, gate=gate_of(settings, target, drafter), judge=judge, limits=limits)
+        return task if rule is None else under(task, rule())
 
     starts: Iterator[Callable[[int], Task]] = (partial(begin, start, prompt) for start, prompt in enumerate(numbered))
     for start, event in run_queue(starts, session, live):

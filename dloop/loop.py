@@ -174,6 +174,8 @@ def grow(
         assert isinstance(stage, Stage)
         draft = draft.graft(stage)
         reason = limits.end(draft, produced, stage_len) or "open" if gate.opens(draft) else "gate"
+        if stage.cut:  # the gate was asked all the same: one that learns has seen every stage
+            reason = "rule"
         if reason != "open":  # the stage stays what it is without the loop
             draft = draft.shed(stage.reserve)
         records.append(

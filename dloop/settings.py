@@ -1,12 +1,12 @@
 """What decides a decode besides the models and the prompt: its fields, their checks, and what they are turned into."""
 
 import logging
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal, NamedTuple, get_args
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -19,11 +19,11 @@ from dloop.errors import UserError
 from dloop.gate import AutoName, GateSum
 from dloop.judge import PLAIN, Match, Reject, Sampler
 from dloop.loop import Limits
+from dloop.rules.choose import longest_of
 from dloop.sampling import Sampling, fresh_seed
 from dloop.targets.hf import HFTarget
-from dloop.targets.recurrent import NO_BRANCHES, ONE_PATH
+from dloop.targets.recurrent import ONE_PATH
 from dloop.trees.shape import TreeShape
-from dloop.types import GREEDY_BELOW
 
 MOST_DEPTH = 1024  # tokens of a stage
 DEPTH_FLAGS = {"eagle3": "draft_depth", MTP_FAMILY: "mtp_k", GEMMA_FAMILY: "mtp_k"}  # what says how many, by family
@@ -77,6 +77,8 @@ class Settings:
     draft_depth: int | None = None
     mtp_k: int | None = None
     exact: bool | Literal["auto"] = "auto"
+    stop_rule: str | None = None
+    gate_head: str | Path | None = None
 
 
 def check_types(settings: Settings) -> None:
@@ -107,6 +109,8 @@ def shaped(drafter: HostDrafter | None, settings: Settings, target: HFTarget) ->
     if not isinstance(drafter, ChainDrafter):
         return drafter
     depth = getattr(settings, DEPTH_FLAGS[drafter.family])
+    if depth is None:  # a rule may draft beyond the trained depth
+        depth = longest_of(settings.stop_rule, settings.gate_head)
     return drafter if depth is None else drafter.at_depth(operator.index(depth))
 
 
@@ -216,83 +220,3 @@ def check_prompt(prompt_ids: Sequence[int] | Tensor, target: HFTarget, max_new_t
             f"({target.context} positions); shorten the prompt or lower max_new_tokens"
         )
     return prompt
-
-
-def refuse_unsupported(settings: Settings, target: HFTarget, drafter: HostDrafter | None) -> None:
-    """Options that nothing here can honour are refused by name, never ignored."""
-    refuse_trees(settings)
-    refuse_branches(settings, target)
-    if drafter is not None:
-        refuse_trees_of(settings, drafter.family, target)
-    refuse_depth(settings, drafter)
-    for name, words in (("verify", get_args(Verify)), ("gate_sum", get_args(GateSum))):
-        if not is_word(getattr(settings, name), *words):
-            raise UserError(f"{name}={brief(getattr(settings, name))} is not known; choose one of {', '.join(words)}")
-    if settings.exact is True and not target.is_exact:
-        raise UserError(
-            f"exact=True needs the fast path's kernels (bfloat16 on a Hopper GPU or newer); {target.name} runs in "
-            f"{target.dtype} on {target.device} on the {target.engine} engine: use exact='auto', or dtype float32"
-        )
-
-
-def refuse_branches(settings: Settings, target: HFTarget) -> None:
-    """Raises UserError for a tree that was asked for, on a target that follows one path."""
-    for name in ("tree_budget", "stage_tree_budget"):
-        if (nodes := budget_of(getattr(settings, name), 0)) and not target.forks:
-            raise UserError(f"{name}={nodes}: {target.name} {NO_BRANCHES}")
-
-
-def refuse_trees(settings: Settings) -> None:
-    """Raises UserError for a tree that nobody could draft."""
-    for name in ("tree_budget", "stage_tree_budget"):
-        value = getattr(settings, name)
-        try:
-            count = -1 if isinstance(value, bool) else operator.index(value)
-        except TypeError:
-            count = -1
-        if not is_word(value, "host") and not 0 <= count <= MOST_NODES:
-            raise UserError(
-                f"{name}={brief(value)} must be 'host' or a number of nodes from 0 (a chain) to {MOST_NODES}"
-            )
-    for name in ("topk_k", "tree_width"):
-        if not 1 <= getattr(settings, name) <= MOST_WIDTH:
-            raise UserError(f"{name}={getattr(settings, name)} must be at least 1 and at most {MOST_WIDTH}")
-    if not (settings.tree_beta <= 0 and math.isfinite(settings.tree_beta)):
-        raise UserError(f"tree_beta={settings.tree_beta} must be at most 0: a deeper node may not outrank its parent")
-
-
-def refuse_trees_of(settings: Settings, family: str, target: HFTarget) -> None:
-    """Raises UserError for tree settings that do not fit the family, or one another."""
-    rule = rule_of(family, target)
-    first = budget_of(settings.tree_budget, rule.first)
-    if first and family not in TREES:
-        raise UserError(f"tree_budget={first}: trees are not offered for {family}; use 0 or 'host' (a chain)")
-    if 0 < first <= rule.root:
-        raise UserError(
-            f"tree_budget={first} counts the root for {family}; use 0 (a chain) or {rule.root + 1} and more"
-        )
-    if not first and budget_of(settings.stage_tree_budget, 0):
-        raise UserError(
-            f"stage_tree_budget={settings.stage_tree_budget}: further stages are trees only where the first one is, "
-            f"and tree_budget is 0 for {family}; set tree_budget too"
-        )
-    for name in ("topk_k", "tree_width", "tree_beta"):
-        if getattr(settings, name) != getattr(Settings, name) and not (first and name in rule.options):
-            where = f"{family} with tree_budget 0" if name in rule.options else family
-            raise UserError(f"{name}={getattr(settings, name)} does not apply to {where}; leave it out")
-    if first and settings.verify == "reject" and settings.temperature >= GREEDY_BELOW:
-        raise UserError(
-            f"verify='reject' needs chains, and tree_budget is {first} for {family}; use 'match' or tree_budget 0"
-        )
-
-
-def refuse_depth(settings: Settings, drafter: HostDrafter | None) -> None:
-    """Raises UserError for a depth that no drafter has, or not this one; plain decoding has none and ignores it."""
-    for flag in sorted(set(DEPTH_FLAGS.values())):
-        depth = getattr(settings, flag)
-        if depth is None:
-            continue
-        if not 1 <= depth <= MOST_DEPTH:
-            raise UserError(f"{flag}={depth} must be at least 1 and at most {MOST_DEPTH}")
-        if drafter is not None and DEPTH_FLAGS.get(drafter.family) != flag:
-            raise UserError(f"{flag}={depth} does not apply to {drafter.family}; leave it out")

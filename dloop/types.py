@@ -16,8 +16,7 @@ from dloop.errors import UserError
 
 GapRows = Literal["producing", "position", "anchor_included"]
 FinishReason = Literal["stop", "length"]
-StageEnd = Literal["open", "gate", "max_stages", "stop_token", "length", "context"]
-
+StageEnd = Literal["open", "gate", "rule", "max_stages", "stop_token", "length", "context"]
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax, as in the public implementations
 
@@ -124,6 +123,7 @@ class Stage:
     score: float  # sum of the top-1 log-probability of the spine's rows (float32)
     probs: Float[Tensor, "n V"] | None = None  # the law each token was drawn from; only when the drafter samples
     reserve: int = 0  # a chain, and a tree that holds its spine, need none
+    cut: bool = False  # a stop rule ended it: no further stage follows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class Draft:
             parents=self.parents + parents,
             positions=positions,
             logp=self.logp + stage.logp,
-            tip=base + stage.spine[-1],
+            tip=base + stage.spine[-1] if stage.spine else self.tip,
             depth=self.depth + len(stage.spine),
             scores=[*self.scores, stage.score],
             stops=[*self.stops, base + len(stage.tokens)],
@@ -275,7 +275,7 @@ class Round:
         reached, positions = set(self.path), self.draft.positions
         count = 0
         for record in self.stage_records:
-            deepest = max(positions[record.start : record.stop])
+            deepest = max(positions[record.start : record.stop], default=-1)
             if not any(node in reached and positions[node] == deepest for node in range(record.start, record.stop)):
                 break
             count += 1

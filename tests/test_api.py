@@ -36,6 +36,8 @@ CONTRACT = {  # system.md 3.2
     "draft_depth": None,
     "mtp_k": None,
     "exact": "auto",
+    "stop_rule": None,
+    "gate_head": None,
 }
 
 

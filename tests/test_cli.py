@@ -34,10 +34,11 @@ OPTIONS = {
     "--no-json --debug "
     "--no-debug",
     "generate": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
-    "--loop-gate --gate-sum --gate-state --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature "
-    "--top-k --top-p --seed --verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width "
-    "--tree-beta --draft-depth --draft-rope-theta --mtp-k --prompt --prompt-file --prompt-ids --messages --chat "
-    "--no-chat --json --no-json --debug "
+    "--loop-gate --gate-sum --gate-state --max-stages --gap-rows --stop-rule --gate-head "
+    "--max-new-tokens --stop-token-ids --temperature --top-k --top-p "
+    "--seed --verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta "
+    "--draft-depth --draft-rope-theta --mtp-k --prompt --prompt-file --prompt-ids --messages --chat --no-chat "
+    "--json --no-json --debug "
     "--no-debug --trace --no-trace",
     "check": "--model --draft-model --dtype --device --engine --revision --draft-revision --prompt --max-new-tokens "
     "--loop-gate "
@@ -45,15 +46,17 @@ OPTIONS = {
     "doctor": "--model --draft-model --dtype --device --engine --revision --draft-revision --prompts --max-new-tokens "
     "--json --no-json --debug --no-debug --output",
     "chat": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
-    "--loop-gate --gate-sum "
-    "--gate-state --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
+    "--loop-gate "
+    "--gate-sum --gate-state --max-stages --gap-rows --stop-rule --gate-head "
+    "--max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
     "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
     "--draft-rope-theta --mtp-k --system --json --no-json --debug --no-debug --trace --no-trace",
     "export": "--draft-model --model --layout --output-dir --max-shard-bytes --overwrite --no-overwrite --revision "
     "--draft-revision --json --no-json --debug --no-debug",
     "bench": "--model --draft-model --baseline --no-baseline --dtype --device --engine --revision --draft-revision "
-    "--loop-gate --gate-sum "
-    "--gate-state --max-stages --gap-rows --max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
+    "--loop-gate "
+    "--gate-sum --gate-state --max-stages --gap-rows --stop-rule --gate-head "
+    "--max-new-tokens --stop-token-ids --temperature --top-k --top-p --seed "
     "--verify --exact --no-exact --tree-budget --stage-tree-budget --topk-k --tree-width --tree-beta --draft-depth "
     "--draft-rope-theta --mtp-k --dataset --data-dir --max-samples --beside --chat --no-chat --json --no-json --debug "
     "--no-debug --output-dir "
@@ -63,7 +66,8 @@ OPTIONS = {
     "--synthetic-acceptance --synthetic-stages --json --no-json --debug --no-debug --output --resume --no-resume "
     "--plot",
     "trace": "--json --no-json --debug --no-debug",
-    "replay": "--trace --loop-gate --gate-sum --max-stages --costs --cost-context --cost-engine --stage-ms --verify-ms "
+    "replay": "--trace --loop-gate --gate-sum --max-stages --stop-rule --costs --cost-context --cost-engine --stage-ms "
+    "--verify-ms "
     "--json --no-json --debug --no-debug --output --plot",
     "data": "--model --dtype --device --engine --revision --prompts --output --chat-template --max-prompt-tokens "
     "--max-samples --max-new-tokens --temperature --top-k --top-p --seed --live --shard --resume --no-resume --json "

@@ -41,7 +41,7 @@ def test_a_snippet_runs(page, number, smollm2_dir, tmp_path):
     assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, "drop-in"])
+@pytest.mark.parametrize("page", [*PAGES, "drop-in", "baselines"])
 def test_links_lead_somewhere(page):
     for name in re.findall(r"\]\(([\w/.-]+)\)", (ROOT / "docs" / f"{page}.md").read_text()):
         assert (ROOT / "docs" / name).is_file(), name

@@ -173,6 +173,8 @@ def full_acceptance_rate(rounds: Sequence[RoundJson]) -> dict[str, float]:
             start = len(depths)
             for parent in stage["parents"]:
                 depths.append(depths[parent] + 1)
+            if start == len(depths):  # a stop rule admitted nothing
+                continue
             deepest = max(depths[start:])
             drafted[index] += 1
             whole[index] += any(node in path and depths[node] == deepest for node in range(start, len(depths)))

@@ -17,7 +17,7 @@ OFFLINE, OWN_DRAFTER = "smollm2", "demo"
 DEFAULT_PROMPT = "Write a Python function that checks whether a word is a palindrome."
 LOOP_ONLY = (
     *("draft_model", "draft_revision", "loop_gate", "gate_sum", "gate_state", "max_stages", "gap_rows"),
-    "draft_rope_theta",
+    *("draft_rope_theta", "stop_rule", "gate_head"),
 )
 
 
@@ -52,6 +52,15 @@ class Decoding(Common):
     max_stages: int = option(12, "most drafting stages before a verification", group=LOOP)
     gap_rows: Literal["producing", "position", "anchor_included"] | None = option(
         None, "which draft hidden states fill unverified positions; default: as the drafter was trained", group=LOOP
+    )
+    stop_rule: str | None = option(
+        None,
+        "an adaptive-length baseline that ends stages early, NAME or NAME:param=value,...: bild, svip, adaedl, llmcad, "
+        "specdec++, disco, disco-ffn, adaeagle, ddd, pacer, dspark; a stage that it cuts is its round's last",
+        group=LOOP,
+    )
+    gate_head: Path | None = option(
+        None, "the trained head that specdec++, disco-ffn, adaeagle or pacer reads: a folder", group=LOOP
     )
 
     max_new_tokens: int = option(256, "most tokens of the answer", group=SAMPLING)

@@ -48,7 +48,11 @@ PARTS = {  # `dloop COMMAND PART ...`
         "regenerate": Entry("dloop.cli.data_regenerate", "answers from servers that run the target"),
         "inspect": Entry("dloop.cli.data_inspect", "conversations as training sees them, the labels in colour"),
     },
-    "trace": {"record": Entry("dloop.cli.trace_record", "write a trace")},
+    "trace": {
+        "record": Entry("dloop.cli.trace_record", "write a trace"),
+        "sts": Entry("dloop.cli.trace_sts", "temperatures of DSpark's confidences, fitted on a trace"),
+    },
+    "train": {"gate-head": Entry("dloop.cli.train_gate_head", "a small head that a stop rule reads")},
 }
 
 

@@ -31,6 +31,11 @@ class Command(Common):
         ("last", "all"), "what is summed: the last stage, or all of them; or both in turn", group=GATES
     )
     max_stages: int | None = option(None, "most stages of a round; by default as in the trace", group=GATES)
+    stop_rule: list[str] = option(
+        [],
+        "stop rules to try on a block drafter, one stage a round: NAME or NAME:param=value,...; needs figures of rows",
+        group=GATES,
+    )
 
     costs: Path | None = option(None, "a file of dloop latency --output, of this pair's shape", group=COSTS)
     cost_context: int | None = option(

@@ -21,10 +21,11 @@ from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, AutoName, FixedGate
 from dloop.gates.costs import Costs, given_costs, read_costs
 from dloop.gates.learned import fresh
 from dloop.gates.oracle import hindsight_depths, paper_depths
-from dloop.gates.played import play, walked
+from dloop.gates.played import Ruled, play, walked
 from dloop.gates.trace import Trace, load
 from dloop.gates.walk import Figures, Walk, figures, gate_depths, walk
 from dloop.records import SCHEMA, Json, dumps, number, plain
+from dloop.rules.replayed import replay_maker
 
 HOST, PAPER, HINDSIGHT = "host", "oracle:paper", "oracle:hindsight"
 SOURCE = ("target", "draft", "family", "dtype", "setting", "commit", "hardware", "output_sha256")
@@ -35,7 +36,7 @@ class Row:
     """All texts under one gate."""
 
     gate: str
-    fixed: FixedGate | None  # None: an oracle, or a gate that learns
+    fixed: FixedGate | None  # None: an oracle, a gate that learns, or a stop rule
     walks: list[Walk]
     figures: Figures
 
@@ -120,6 +121,9 @@ def rows_of(command: Command, trace: Trace, costs: Costs | None, most: int) -> l
         assert costs is not None
         walks = learned_walks(name, trace, costs, most)
         rows.append(Row(name, None, walks, figures(walks, costs)))
+    for name in command.stop_rule:
+        walks = ruled_walks(name, trace)
+        rows.append(Row(name, None, walks, figures(walks, costs)))
     depths = {PAPER: [paper_depths(text, k, most) for text in texts]}
     if costs is not None:
         depths[HINDSIGHT] = [hindsight_depths(text, costs, k, most) for text in texts]
@@ -127,6 +131,15 @@ def rows_of(command: Command, trace: Trace, costs: Costs | None, most: int) -> l
         walks = [walk(text, each, k) for text, each in zip(texts, chosen, strict=True)]
         rows.append(Row(name, None, walks, figures(walks, costs)))
     return rows
+
+
+def ruled_walks(name: str, trace: Trace) -> list[Walk]:
+    """Every text under a stop rule, which begins each anew; one stage a round."""
+    make, walks = replay_maker(name, trace), list[Walk]()
+    for text in trace.texts:
+        rounds = play(text, trace.ground, FixedGate(NEVER_OPENS), ruled=Ruled(make(), trace.features))
+        walks.append(walked(rounds, len(text.prompt), trace.ground.stage_len))
+    return walks
 
 
 def document(command: Command, trace: Trace, costs: Costs | None, rows: Sequence[Row]) -> dict[str, Json]:

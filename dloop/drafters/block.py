@@ -6,6 +6,7 @@ Source of the architecture: z-lab/dflash and deepseek-ai/DeepSpec (Qwen3 blocks 
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -18,8 +19,10 @@ from dloop.drafters.host import HostDrafter, HostModel
 from dloop.drafters.layers import MLP, Mask, NormedAttention, RMSNorm, Rotary
 from dloop.drafters.memory import KeyValues, SlotMemory
 from dloop.drafters.proposal import Proposal, Unbuilt, read_out
+from dloop.drafters.watched import Laws, watched_stage
 from dloop.loop import Drafter
 from dloop.sampling import GREEDY, Draw
+from dloop.stop import watch_of
 from dloop.trees.shape import TreeShape
 from dloop.types import Features, Stage, StageRequest, Vocabulary
 
@@ -44,6 +47,7 @@ class Layer(nn.Module):
 class BlockModel(HostModel):
     """Weights of a block drafter under their published names; no memory. Families add heads and `propose`."""
 
+    tells_confidence: ClassVar[bool] = False  # whether what stands beside the logits is each row's confidence logit
     config: BlockConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, config: BlockConfig) -> None:
@@ -135,9 +139,18 @@ class BlockDrafter(HostDrafter):
         nodes = self.nodes(request.index)
         if not nodes:
             draw = Draw(request.sampling, position + 1)
-            return read_out(self.model.propose(hidden, anchor, self.vocabulary, draw))
+            stage = read_out(self.model.propose(hidden, anchor, self.vocabulary, draw))
+            watch = watch_of(request, self.stage_len)
+            return stage if watch is None else watched_stage(stage, self.laws(hidden, anchor, stage.tokens), watch)
         assert self.trees is not None and request.sampling is None
         return self.model.tree(hidden, anchor, self.vocabulary, self.trees, nodes).read()
+
+    @torch.no_grad()
+    def laws(self, hidden: Float[Tensor, "B D"], anchor: Int[Tensor, ""], tokens: list[int]) -> Laws:
+        """What a stage's rows said when these tokens were drawn, computed once more; no row sees its own token."""
+        previous = torch.cat([anchor[None], torch.tensor(tokens[:-1], device=anchor.device, dtype=anchor.dtype)])
+        logits, beside = self.model.teacher_forced(hidden, previous, self.vocabulary)
+        return Laws(logits, self.model.predicting(hidden), beside if self.model.tells_confidence else None)
 
 
 @dataclass

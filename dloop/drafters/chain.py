@@ -18,8 +18,10 @@ from dloop.drafters.host import HostDrafter, HostModel
 from dloop.drafters.layers import attend
 from dloop.drafters.memory import KeyValues, SlotMemory
 from dloop.drafters.proposal import Proposal, measure, read_out, stacked
+from dloop.drafters.watched import level_of, link_of
 from dloop.loop import Drafter
 from dloop.sampling import Draw, Drawn
+from dloop.stop import NOTHING, Watch, watch_of
 from dloop.trees.beam import Children, Frontier, beam, best_children, packed
 from dloop.trees.dynamic import candidates, deepest_path, frontier_places, rerank
 from dloop.trees.tree import with_spine
@@ -166,12 +168,13 @@ class ChainMemory:
         else:
             assert state.hidden is not None
             state.hidden = self._rows(state, self.drafter.model.handed(state.hidden), token, anchor - 1)
+        watch = watch_of(request, self.stage_len)
         if not nodes:
-            return self._chain(state, anchor, Draw(request.sampling, anchor + 1))
+            return self._chain(state, anchor, Draw(request.sampling, anchor + 1), watch)
         assert request.sampling is None
-        return self._tree(state, token[0], anchor, nodes)
+        return self._tree(state, token[0], anchor, nodes, watch)
 
-    def _chain(self, state: SlotState, anchor: int, draw: Draw) -> Stage:
+    def _chain(self, state: SlotState, anchor: int, draw: Draw, watch: Watch | None) -> Stage:
         """The stage after the row that read the anchor: one more row a token."""
         assert state.hidden is not None
         model, logits, drawn = self.drafter.model, list[Tensor](), list[Drawn]()
@@ -181,16 +184,23 @@ class ChainMemory:
                 state.hidden = self._rows(state, model.handed(state.hidden), token, anchor + row - 1)
             logits.append(model.logits(state.hidden[0, 0], self.drafter.vocabulary))
             drawn.append(draw(logits[-1], row))
-        return read_out(model.propose(torch.stack(logits), stacked(drawn)))
+            if watch is not None and watch.ends(link_of(watch, logits[-1], drawn[-1].token, state.hidden[0, 0])):
+                break
+        if not (kept := len(drawn) if watch is None else watch.kept):
+            return NOTHING
+        stage = read_out(model.propose(torch.stack(logits[:kept]), stacked(drawn[:kept])))
+        return stage if watch is None else replace(stage, cut=watch.is_cut)
 
-    def _tree(self, state: SlotState, token: Int[Tensor, ""], anchor: int, nodes: int) -> Stage:
+    def _tree(self, state: SlotState, token: Int[Tensor, ""], anchor: int, nodes: int, watch: Watch | None) -> Stage:
         """EAGLE-3's dynamic tree; its spine is the best path of full depth, whose rows alone stay in the tail."""
         assert state.hidden is not None and self.drafter.trees is not None
         model, topk, base = self.drafter.model, self.drafter.trees.topk, state.memory.length
         made, seen = [state.hidden[0]], token.new_zeros(1, 0, dtype=torch.bool)
 
-        def expand(depth: int, frontier: Frontier) -> Children:
+        def expand(depth: int, frontier: Frontier) -> Children | None:
             nonlocal seen
+            if watch is not None and watch.is_cut:
+                return None
             if depth:
                 count = len(frontier.tokens)
                 own = torch.eye(count, dtype=torch.bool, device=token.device)
@@ -200,15 +210,24 @@ class ChainMemory:
                 at = torch.full((1, count), position, device=token.device)
                 made.append(self._attend(state, states, frontier.tokens, at, mask)[0])
             logits = model.logits(made[-1], self.drafter.vocabulary)
-            return best_children(logits.float().log_softmax(-1), model.kept, topk)
+            children = best_children(logits.float().log_softmax(-1), model.kept, topk)
+            if watch is None:
+                return children
+            watch.ends(level_of(watch, logits[0], made[-1][0], frontier, children))
+            return children if watch.kept > depth else None
 
         levels = beam(token, self.stage_len, topk, expand)
+        if not levels:
+            return NOTHING
         parts = packed(levels).tolist()  # sync
         pool = candidates(levels, parts)
         path = deepest_path(pool, levels)
-        state.hidden = self._keep_path(state, base, made, frontier_places(levels, parts, path))
         logp = [pool.logp[node] for node in path]
-        return with_spine(rerank(pool, nodes), [pool.tokens[node] for node in path], logp, sum(logp))
+        stage = with_spine(rerank(pool, nodes), [pool.tokens[node] for node in path], logp, sum(logp))
+        if watch is not None and watch.is_cut:  # no stage follows, so that nothing of the tail is read any more
+            return replace(stage, cut=True)
+        state.hidden = self._keep_path(state, base, made, frontier_places(levels, parts, path))
+        return stage
 
     def _keep_path(
         self, state: SlotState, base: int, made: list[Float[Tensor, "_ D"]], places: list[int]

@@ -70,6 +70,7 @@ class ConfidenceHead(nn.Module):
 class DSpark(PathModel):
     """The DSpark drafter; row j predicts the token at a+j+1, so a stage of B rows gives B tokens."""
 
+    tells_confidence = True
     config: DSparkConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, config: DSparkConfig) -> None:

@@ -112,6 +112,7 @@ class HostDrafter(ABC):
     vocabulary: Vocabulary
     folder: Path | None = None
     trees: TreeShape | None = None  # None: every stage is a chain
+    obeys_rules: ClassVar[bool] = True  # whether its stages end where a stop rule says
     learned: Learned = field(default_factory=Learned, compare=False, repr=False)  # by gates; all shapes share it
 
     @property

@@ -5,7 +5,7 @@ A row stands in the store where its position is, so what a stage wrote needs no 
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ log = logging.getLogger("dloop")
 class FastChainDrafter(ChainDrafter):
     """A loaded EAGLE-3 drafter on the fast path. The twin's weights become views of the fused ones."""
 
+    obeys_rules = False
     memories: "list[FastChainMemory]" = field(default_factory=list["FastChainMemory"], compare=False, repr=False)
 
     @classmethod
@@ -72,7 +73,7 @@ class FastChainDrafter(ChainDrafter):
 
 def facts_of(drafter: ChainDrafter) -> dict[str, Any]:
     """What its twin knows too."""
-    return {name: getattr(drafter, name) for name in ChainDrafter.__dataclass_fields__}
+    return {each.name: getattr(drafter, each.name) for each in fields(ChainDrafter)}
 
 
 @dataclass

@@ -24,6 +24,7 @@ MOST_WAITING = 64  # context rows of one text: a stage's graph is not captured a
 class FastBlockDrafter(BlockDrafter):
     """A loaded block drafter on the fast path. The twin's weights become views of the fused ones."""
 
+    obeys_rules = False
     memories: "list[FastBlockMemory]" = field(default_factory=list["FastBlockMemory"], compare=False, repr=False)
 
     @classmethod

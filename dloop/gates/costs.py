@@ -47,7 +47,11 @@ class Costs:
 
     def round_ms(self, stages: Int64[np.ndarray, " n"], stage_len: int) -> Float64[np.ndarray, " n"]:
         """Rounds of so many stages; one without any costs its verification and the reading."""
-        return self.draft_ms(stages) + self.extend_ms + self.verify(1 + stages * stage_len)
+        return self.draft_ms(stages) + self.rest_ms(1 + stages * stage_len)
+
+    def rest_ms(self, rows: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+        """All but the drafting of rounds that verify so many rows."""
+        return self.extend_ms + self.verify(rows)
 
     def draft_ms(self, stages: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
         """The drafting side of rounds of so many stages."""

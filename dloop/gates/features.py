@@ -11,8 +11,8 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from dloop.drafters.block import BlockDrafter
-from dloop.drafters.dspark import DSpark
 from dloop.drafters.host import HostDrafter
+from dloop.drafters.watched import Laws, figures
 from dloop.types import Stage, StageRequest
 
 FEATURES = (
@@ -33,9 +33,7 @@ class Watched(BlockDrafter):
         self, hidden: Float[Tensor, "B D"], anchor: Int[Tensor, ""], request: StageRequest, position: int
     ) -> Stage:
         stage = super().read_stage(hidden, anchor, request, position)
-        previous = torch.tensor([int(anchor), *stage.tokens[:-1]], device=hidden.device)
-        logits, beside = self.model.teacher_forced(hidden, previous, self.vocabulary)
-        self.notes.append(features_of(logits, beside if isinstance(self.model, DSpark) else None))
+        self.notes.append(features_of(self.laws(hidden, anchor, stage.tokens)))
         return stage
 
     def rows(self) -> Float32[np.ndarray, "stages k F"]:
@@ -52,10 +50,8 @@ def watched(drafter: HostDrafter) -> HostDrafter:
     return Watched(**vars(drafter))
 
 
-def features_of(logits: Float[Tensor, "k V"], confidence: Float[Tensor, " k"] | None) -> Float32[Tensor, "k F"]:
+def features_of(laws: Laws) -> Float32[Tensor, "k F"]:
     """Float32 figures of a stage's rows."""
-    logp = logits.float().log_softmax(-1)
-    entropy = -(logp.exp() * logp).nan_to_num().sum(-1)
-    first, second = logp.topk(2, -1).values.unbind(-1)
-    beside = torch.full_like(entropy, torch.nan) if confidence is None else confidence.float()
-    return torch.stack([entropy, first - second, beside], -1)
+    _, margin, entropy = figures(laws.logits).unbind(-1)
+    beside = torch.full_like(entropy, torch.nan) if laws.confidence is None else laws.confidence.float()
+    return torch.stack([entropy, margin, beside], -1)

@@ -8,11 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dloop.drafters.watched import watched_chain
 from dloop.gate import Gate
 from dloop.gates.costs import Costs
 from dloop.gates.trace import Ground, Text
 from dloop.gates.walk import Walk
 from dloop.loop import Session, decode, run_one
+from dloop.stop import StopRule, under, watch_of
 from dloop.types import Draft, Features, Round, Rows, Sampling, Seen, Stage, StageRequest, Verdict
 
 
@@ -43,12 +45,25 @@ class TracedDrafter:
     text: Text
     stage_len: int
     start: int = 0
+    features: tuple[str, ...] = ()  # what rows tell beside their log-probability
 
     def extend(self, slot: int, position: int, tokens: list[int], features: Features) -> None:
         self.start = position + len(tokens) - len(self.text.prompt)
 
     def draft(self, requests: Sequence[StageRequest]) -> list[Stage]:
-        return [self._stage(request.index) for request in requests]
+        return [self._ruled(request, self._stage(request.index)) for request in requests]
+
+    def _ruled(self, request: StageRequest, stage: Stage) -> Stage:
+        """What a rule leaves of a stage."""
+        if (watch := watch_of(request, self.stage_len)) is None:
+            return stage
+        rows = self.text.features[self.start, request.index]
+        told = [dict(zip(self.features, each.tolist(), strict=True)) for each in rows]
+        numbers = [
+            [logp, each["margin"], each["entropy"], *([] if np.isnan(each["confidence"]) else [each["confidence"]])]
+            for logp, each in zip(stage.logp, told, strict=True)
+        ]
+        return watched_chain(stage, numbers, torch.zeros(len(numbers), 0), watch)
 
     def _stage(self, index: int) -> Stage:
         order = list(range(self.stage_len))
@@ -105,22 +120,38 @@ class Priced:
 
 def priced(round: Round, costs: Costs, stage_len: int) -> Round:
     """A round with the seconds that the costs give it."""
-    stages = np.array([round.stages])
-    draft_ms, whole_ms = float(costs.draft_ms(stages)[0]), float(costs.round_ms(stages, stage_len)[0])
-    return replace(round, draft_s=draft_ms / 1000, verify_s=(whole_ms - draft_ms) / 1000)
+    stages, rows = np.array([round.stages]), np.array([len(round.draft.tokens)])
+    draft_ms, rest_ms = float(costs.draft_ms(stages)[0]), float(costs.rest_ms(rows)[0])
+    return replace(round, draft_s=draft_ms / 1000, verify_s=rest_ms / 1000)
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A stop rule, and what the trace keeps of each row for it."""
+
+    rule: StopRule
+    features: tuple[str, ...]
 
 
 def play(
-    text: Text, ground: Ground, gate: Gate, costs: Costs | None = None, max_stages: int | None = None
+    text: Text,
+    ground: Ground,
+    gate: Gate,
+    costs: Costs | None = None,
+    max_stages: int | None = None,
+    ruled: Ruled | None = None,
 ) -> list[Round]:
     """The rounds that decoding this text under this gate would have; seconds by the costs, else of the replay itself.
 
-    `max_stages`: at most the trace's own, which None takes.
+    `max_stages`: at most the trace's own, which None takes. `ruled`: under this stop rule too, for block drafters.
     """
     limits = ground.limits if max_stages is None else replace(ground.limits, max_stages=max_stages)
     asked = gate if costs is None else Priced(gate, costs, ground.stage_len)
-    session = Session(TracedTarget(), TracedDrafter(text, ground.stage_len))
+    drafter = TracedDrafter(text, ground.stage_len, features=ruled.features if ruled else ())
+    session = Session(TracedTarget(), drafter)
     task = decode(session, 0, text.prompt.tolist(), gate=asked, judge=TracedJudge(text), limits=limits)
+    if ruled is not None:
+        task = under(task, ruled.rule)
     rounds = [event for event in run_one(task, session) if isinstance(event, Round)]
     return rounds if costs is None else [priced(round, costs, ground.stage_len) for round in rounds]
 
@@ -132,5 +163,6 @@ def walked(rounds: Sequence[Round], prompt_len: int, stage_len: int) -> Walk:
         stages=np.array([round.stages for round in rounds], np.int64),
         accepted=np.array([round.accepted for round in rounds], np.int64),
         emitted=np.array([len(round.emitted) for round in rounds], np.int64),
+        rows=np.array([len(round.draft.tokens) for round in rounds], np.int64),
         stage_len=stage_len,
     )

@@ -22,6 +22,7 @@ class Walk:
     accepted: Int64[np.ndarray, " R"]  # the judge's count, never cut
     emitted: Int64[np.ndarray, " R"]  # tokens that reached the text
     stage_len: int
+    rows: Int64[np.ndarray, " R"] | None = None  # that were verified; None: the anchor and whole stages
 
     @property
     def tokens(self) -> int:
@@ -39,7 +40,8 @@ class Walk:
 
     def ms(self, costs: Costs) -> float:
         """Milliseconds of all rounds."""
-        return float(costs.round_ms(self.stages, self.stage_len).sum())
+        rows = 1 + self.stages * self.stage_len if self.rows is None else self.rows
+        return float((costs.draft_ms(self.stages) + costs.rest_ms(rows)).sum())
 
 
 def gate_depths(text: Text, gate: FixedGate, max_stages: int) -> Depths:

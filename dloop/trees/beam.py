@@ -48,15 +48,17 @@ class Level(NamedTuple):
         return LevelSize(len(self.tokens), len(self.kept), self.width)
 
 
-Expand = Callable[[int, Frontier], Children]  # the depth of the frontier (0: the root) comes first
+# The depth of the frontier (0: the root) comes first; None: go no deeper.
+Expand = Callable[[int, Frontier], Children | None]
 
 
 def beam(anchor: Int[Tensor, ""], depths: int, width: int, expand: Expand) -> list[Level]:
-    """Expand the root, then at each depth the `width` best children, until there are `depths` levels."""
+    """Expand the root, then at each depth the `width` best children, until there are `depths` levels, or no more."""
     frontier = Frontier(anchor[None], torch.zeros_like(anchor)[None], torch.zeros((1,), device=anchor.device))
     levels: list[Level] = []
     for depth in range(depths):
-        children = expand(depth, frontier)
+        if (children := expand(depth, frontier)) is None:
+            break
         scores = (frontier.scores[:, None] + children.logp).flatten()
         # Stable: of equals the earlier child, on every device.
         kept = scores.sort(descending=True, stable=True).indices[:width]
