@@ -5,10 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_train import command, written
 
 from dloop.cli.args import parse
@@ -18,7 +20,7 @@ from dloop.cli.train_checks import refuse_large_batch
 from dloop.errors import UserError
 from dloop.testing import tiny_drafter, tiny_target
 from dloop.train.checkpoint import STATE, checkpoints, latest
-from dloop.train.parallel import Share, from_environment
+from dloop.train.parallel import Share, from_environment, most_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DRIVER = """
@@ -151,6 +153,15 @@ def test_a_batch_of_several_processes_is_told_as_it_was_typed(tmp_path):
     refuse_large_batch(parse(Command, "dloop train", words[1:]), 14, Share(0, 2))
     with pytest.raises(UserError, match="--batch-size 7 in each of 2 processes is more than the 12 samples"):
         refuse_large_batch(parse(Command, "dloop train", words[1:]), 12, Share(0, 2))
+
+
+def test_what_a_communication_thread_lets_go_of_last_is_no_object_of_python_s(monkeypatch):
+    """It would wait for the interpreter; at the end of the process there is none, and it takes the process along."""
+    given: list[weakref.ref[torch.Tensor]] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, _op: given.append(weakref.ref(x)))
+    assert [most_of(number) for number in (3, 0)] == [3, 0]
+    assert all(each() is not None for each in given)
 
 
 def test_half_of_what_torchrun_says_is_refused(monkeypatch):

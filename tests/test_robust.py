@@ -167,8 +167,10 @@ def test_what_was_logged_beyond_a_checkpoint_is_dropped(tmp_path):
         (lambda text: text.replace("\r\n2,0,", "\r\n2,"), "line 3 is damaged ('2,"),
         (lambda text: text.replace("step", "stop", 1), "line 1 is damaged ('stop,"),
         (lambda text: text.replace("\r\n1,", "\r\n\x00,"), "line 2 is damaged"),
+        (lambda text: text.replace("\r\n2,", '\r\n"2,'), "line 3 is damaged ('\"2,"),
+        (lambda text: text.replace("\r\n2,", "\r\n" + "\x00" * 200_000 + "\n2,"), "line 3 is damaged"),
     ],
-    ids=["torn", "junk", "word", "field", "header", "null"],
+    ids=["torn", "junk", "word", "field", "header", "null", "quote", "block of nulls"],
 )
 def test_a_damaged_log_is_mended_where_it_is_torn_and_named_elsewhere(folders, capsys, spoil, part):
     assert entry(long_command(folders, "out")) == 0

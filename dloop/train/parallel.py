@@ -21,6 +21,9 @@ from dloop.errors import UserError
 
 Parallel = Literal["ddp", "fsdp"]
 BUCKET = 2**24  # gradients that travel together
+# Lives as long as the process. Sharded weights keep gloo's threads running to the very end; one that let go of the last
+# call's tensor only then would wait for an interpreter that is gone, and abort the process.
+NUMBER = torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 class Share(NamedTuple):
@@ -71,9 +74,9 @@ def most_of(number: int) -> int:
     """The largest of all processes' numbers. Host memory alone: no GPU is waited for."""
     if not dist.is_initialized():
         return number
-    found = torch.tensor(number)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return int(found)
+    NUMBER.fill_(number)
+    dist.all_reduce(NUMBER, dist.ReduceOp.MAX)
+    return int(NUMBER)
 
 
 def any_of(flag: int) -> bool:
@@ -135,6 +138,11 @@ def gathered(value: object) -> object:
 def whole(x: Tensor) -> Tensor:
     """All of a tensor."""
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def local(x: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def like(value: Tensor, example: Tensor) -> Tensor:
