@@ -96,6 +96,16 @@ def test_two_processes_end_with_the_parameters_of_one(tmp_path):
     assert max((expected[key] - start[key]).abs().max() for key in expected) > 1e-3
 
 
+@pytest.mark.slow
+def test_a_dry_run_of_two_processes_counts_the_samples_of_both(tmp_path):
+    target = tiny_target("llama", seed=3)
+    words = command(written(tmp_path, target, tiny_drafter(target)), "--parallel", "fsdp", "--dry-run", "--profile")
+    started = two_processes([sys.executable, "-m", "dloop", *words])
+    said = [process.communicate(timeout=100) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert b"run 3 steps of 8 samples" in said[0][0] and b"2.00 passes" in said[0][0] and b"depth 3" in said[0][0]
+
+
 FAILING = """
 import os, signal, sys, threading
 import dloop.train.trainer as trainer

@@ -15,6 +15,7 @@ from dloop.bench.decode import clock, peak_memory
 from dloop.drafters.config import BlockConfig
 from dloop.train import pieces
 from dloop.train.batch import TrainBatch
+from dloop.train.parallel import local
 from dloop.train.trainer import GraphedStep, Step
 
 STEPS = 5  # timed
@@ -65,7 +66,7 @@ class Kept(saved_tensors_hooks):
     """Counts the bytes that autograd keeps for the gradient beyond the weights, each storage once."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.known = {weight.untyped_storage().data_ptr() for weight in weights}
+        self.known = {local(weight).untyped_storage().data_ptr() for weight in weights}
         self.holders = Counter[int]()
         self.now = self.most = 0
         pack = cast(Callable[[Tensor], Held], torch.compiler.disable(self._pack))  # pyright: ignore[reportUnknownMemberType]

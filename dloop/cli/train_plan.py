@@ -10,7 +10,7 @@ from dloop.drafters.config import BlockConfig
 from dloop.records import hardware
 from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
-from dloop.train.trainer import GraphedStep, Step, TrainSettings, parts_of_steps, seed_step
+from dloop.train.trainer import GraphedStep, Step, TrainSettings, parts_of_steps, seed_step, together
 
 GIB = 2**30
 
@@ -35,15 +35,15 @@ def plan_of(data: TokenFile, target: HFTarget, step: Step | GraphedStep, setting
     """Counts of data, steps and weights."""
     model = step.objective.model
     samples = [data.sample(index).labels for index in range(len(data))]
-    together = settings.batch_size * settings.accumulation_steps
+    at_once = together(settings) * settings.accumulation_steps
     loop = tuple(range(1, settings.dloop_max_stage + 1)) or (0,)
     return Plan(
         samples=len(data),
         tokens=sum(map(len, samples)),
         labels=int(sum(labels.sum() for labels in samples)),
         steps=settings.num_steps,
-        epochs=settings.num_steps * together / len(data),
-        samples_a_step=together,
+        epochs=settings.num_steps * at_once / len(data),
+        samples_a_step=at_once,
         anchors_a_sample=step.objective.settings.num_anchors if isinstance(model.config, BlockConfig) else 0,
         depths=settings.ttt_lengths or loop,
         parameters=sum(p.numel() for p in model.parameters()),

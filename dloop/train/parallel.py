@@ -21,8 +21,8 @@ from dloop.errors import UserError
 
 Parallel = Literal["ddp", "fsdp"]
 BUCKET = 2**24  # gradients that travel together
-# Lives as long as the process. Sharded weights keep gloo's threads running to the very end; one that let go of the last
-# call's tensor only then would wait for an interpreter that is gone, and abort the process.
+# Lives as long as the process. Sharded weights keep gloo's threads running to the very end; one that lets go of a
+# tensor of Python's only then waits for an interpreter that is gone, and aborts the process.
 NUMBER = torch.zeros((), dtype=torch.int64, device="cpu")
 
 
