@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dloop.bench.latency.models import drafter_config, fill, random_eagle3, random_target
-from dloop.bench.latency.shapes import Shape, shape_of
+from dloop.bench.latency.shapes import ALIASES, SHAPES, Shape, shape_of
 from dloop.bench.store import write
 from dloop.bench.training import costs, matrix_rate
 from dloop.cli.args import option, parse
@@ -132,6 +132,8 @@ def main(words: list[str]) -> int:
             )
     if unknown := [host for host in command.hosts if host not in HOSTS]:
         raise SystemExit(f"--hosts {unknown[0]} is not known; choose some of {', '.join(HOSTS)}")
+    if command.shape not in {**SHAPES, **ALIASES}:
+        raise SystemExit(f"--shape {command.shape} is not known; choose one of {', '.join(SHAPES)}")
     facts = {"schema": 1, "setting": asdict(command), "hardware": hardware(DEVICE), "versions": versions()}
     rows: list[dict[str, object]] = []
     for row in measure(command):

@@ -118,7 +118,7 @@ def test_the_benchmark_of_published_sizes_times_every_host(monkeypatch, tmp_path
     for plain, again in zip(rows[::2], rows[1::2], strict=True):
         assert plain["depth"] == (7 if plain["host"] == "eagle3" else 1) and plain["ms"] > 0
         assert again["kept_bytes"] < plain["kept_bytes"] and again["flops"] > plain["flops"] > 0
-    for words in (["--variants", "dense+fast"], ["--hosts", "medusa"]):
+    for words in (["--variants", "dense+fast"], ["--hosts", "medusa"], ["--shape", "nope"]):
         with pytest.raises(SystemExit, match=re.escape(words[1])):
             script.main(words)
 
