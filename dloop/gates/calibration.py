@@ -87,7 +87,8 @@ def known(trace: Trace) -> list[str]:
 def pooled(text: Text, index: int, name: str, over: GateSum) -> Table:
     """A feature after each stage, of the last one or of all."""
     pool = POOLS[name]
-    stages = pool.rows.reduce(pool.row(text.features[..., index].astype(np.float64)), axis=2)
+    with np.errstate(invalid="ignore"):  # nan where a stage, or such a head, is not there
+        stages = pool.rows.reduce(pool.row(text.features[..., index].astype(np.float64)), axis=2)
     return pool.rows.accumulate(stages, axis=1) if over == "all" else stages
 
 
