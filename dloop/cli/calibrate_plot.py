@@ -21,7 +21,7 @@ def draw(made: Mapping[str, Any], stages: Mapping[GateSum, Stages], path: Path) 
     for over, colour in zip(stages, COLOURS, strict=False):
         everything = made["scores"][over]["all"]
         draw_reliability(panels[0], everything, NAMES[over], colour)
-        draw_roc(panels[1], stages[over], made["at"], everything["auroc"], colour)
+        draw_roc(panels[1], stages[over], float(made["at"]), everything["auroc"], colour)
         draw_sweep(panels[2], [row for row in made["sweep"] if row["gate_sum"] == over], over, colour)
     for axes, x, y in zip(panels, ("exp(score)", "false positive rate", "threshold g"), titles(made), strict=True):
         axes.set_xlabel(x)
@@ -63,7 +63,7 @@ def draw_roc(axes: Any, stages: Stages, at: float, area: float | None, colour: s
         axes.plot([], [], "-", color=colour, label="AUROC undefined: one class alone")
         return
     axes.plot(*zip(*curve, strict=True), "-", color=colour, linewidth=1.2, label=f"AUROC {area:.3f}")
-    opened = calibration.point(stages.score, stages.whole, float(at))
+    opened = calibration.point(stages.score, stages.whole, at)
     false = len(stages.whole) - opened.true
     axes.plot((opened.opened - opened.right) / false, opened.recall, "o", color=colour, label=f"g = {at}")
 

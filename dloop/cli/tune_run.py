@@ -98,14 +98,16 @@ def chosen(settings: Sequence[Setting], ms: Times) -> Choice:
 
 def reason_of(setting: Setting, gain: float, bounds: Sequence[float]) -> str:
     """The choice in a sentence."""
+    if setting.is_host:
+        return "no gate of the grid takes less time than the host's own"
     low, high = bounds
     told = f"{gain:.3f} times the host's tokens/s (95 % {low:.3f} to {high:.3f}) on texts that had no say in it"
-    if setting.is_host:
-        return f"no gate takes less time than the host's; chosen without a text, gates reach {told}"
     if low > 1:
         return f"{setting.flags} takes the least time of all; so chosen, a gate reaches {told}"
     verb = "includes 1" if high >= 1 else "is below 1"
-    return f"{setting.flags} takes the least time here, but so chosen a gate reaches {told}, which {verb}: keep the host"
+    return (
+        f"{setting.flags} takes the least time here, but so chosen a gate reaches {told}, which {verb}: keep the host"
+    )
 
 
 def document(
@@ -161,5 +163,3 @@ def curve_json(setting: Setting, texts: Sequence[Walk], costs: Costs, ms: Times)
         "tokens_per_s": number(found.tokens_per_s),
         "gain": float(ms[:, 0].sum() / found.ms),
     }
-
-

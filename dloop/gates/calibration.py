@@ -175,7 +175,7 @@ def ece(curve: Sequence[Bin]) -> float | None:
 class Openings:
     """What a gate did in decoding, over all rounds."""
 
-    asked: int
+    asked: int  # where a further stage could follow
     opened: int
     right: int  # openings after which everything drafted so far was accepted
 
@@ -184,7 +184,7 @@ class Openings:
 
 
 def openings(text: Text, rounds: Walk, max_stages: int) -> Openings:
-    """A text's. A draft as deep as it can go at its start ends without a question."""
+    """A text's. Where a draft is as deep as it can go at its start, the gate's answer changes nothing."""
     most = np.minimum(text.stages[rounds.start], max_stages)
     opened = np.maximum(rounds.stages - 1, 0)
     right = np.minimum(opened, text.accepted[rounds.start] // rounds.stage_len)

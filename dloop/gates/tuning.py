@@ -91,5 +91,8 @@ class RowCost:
 def row_costs(costs: Costs, tokens_per_ms: float) -> list[RowCost]:
     """Verification at the numbers of rows that were measured: what a longer draft, or a node of a tree, costs."""
     more = (np.diff(costs.verify_ms) / np.diff(costs.rows)).tolist()
-    known = [RowCost(rows, ms, each, each * tokens_per_ms) for rows, ms, each in zip(costs.rows, costs.verify_ms, more, strict=False)]
+    known = [
+        RowCost(rows, ms, each, each * tokens_per_ms)
+        for rows, ms, each in zip(costs.rows, costs.verify_ms, more, strict=False)
+    ]
     return [*known, RowCost(costs.rows[-1], costs.verify_ms[-1], None, None)]
