@@ -114,6 +114,15 @@ def test_an_interval_with_1_in_it_recommends_no_loop(monkeypatch, capsys, easy, 
     assert "(95 % 0.980 to 1.300)" in made["reason"] and made["reason"].endswith("which includes 1: keep the host")
 
 
+def test_the_page_warns_of_what_else_might_be_faster(capsys, easy, tmp_path):
+    command = ["tune", "--trace", str(easy), "--output", str(tmp_path / "out.json"), "--loop-gate"]
+    assert entry([*command, "-3", *CHEAP_LOOP]) == 0
+    out = capsys.readouterr().out
+    assert "The best cap is the deepest that was tried" in out and "Plain decoding" not in out
+    assert entry([*command, "-3", "--stage-ms", "90,1", "--verify-ms", "9,0.01"]) == 0
+    assert "Plain decoding is as fast as any of these or faster: 111.1 tokens/s." in capsys.readouterr().out
+
+
 def test_one_text_gives_no_interval(capsys, tmp_path):
     save(tmp_path / "t.npz", drawn(texts=1, right=0.9))
     made = tuned(capsys, tmp_path / "t.npz", *CHEAP_LOOP, "--output", str(tmp_path / "out.json"))
@@ -164,10 +173,11 @@ def test_what_is_no_folder_of_the_users_is_left_alone(capsys, tmp_path, draft):
         ([], "dloop tune weighs times"),
         ([*COSTS, "--loop-gate", "0.5"], "--loop-gate must be thresholds from 0 down"),
         ([*COSTS, "--max-stages", "9"], "deeper than"),
+        (["--stage-ms", "1,1", "--verify-ms", "0,0", "--output", "out.json"], "takes no time"),
         ([*COSTS, "--output", "nowhere/out.json"], "must be a file in a folder"),
         ([*COSTS, "--output", "out.json", "--draft-model", "x"], "give one"),
     ],
-    ids=["costs", "gate", "stages", "output", "both"],
+    ids=["costs", "gate", "stages", "nothing", "output", "both"],
 )
 def test_what_makes_no_sense_is_refused(capsys, easy, more, named):
     err = refused(capsys, "tune", "--trace", str(easy), *more)

@@ -15,8 +15,8 @@ MEANS = {
 NOTES = (
     "n: stages drafted from all starts. whole: share accepted whole. Precision and recall: of opening from {at} on. "
     "predicted: mean of exp(score); ECE ({bins} bins) and Brier score are those of exp(score) as a probability.",
-    "In the sweep every row is decoding under that gate. asked: questions to the gate where a stage could follow. opened: share answered yes. "
-    "precision: share of these after which everything drafted so far was accepted.",
+    "In the sweep every row is decoding under that gate. asked: questions to the gate where a stage could follow. "
+    "opened: share answered yes. precision: share of these after which everything drafted so far was accepted.",
 )
 
 

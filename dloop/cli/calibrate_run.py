@@ -13,7 +13,7 @@ from dloop.cli.costing import as_replay
 from dloop.cli.replay_run import costs_of, source_of, stages_of
 from dloop.gate import NEVER_OPENS, FixedGate, GateSum
 from dloop.gates import calibration
-from dloop.gates.calibration import GROUPS, Openings, Stages
+from dloop.gates.calibration import GROUPS, Bin, Openings, Stages
 from dloop.gates.costs import Costs
 from dloop.gates.trace import Trace, load
 from dloop.gates.walk import figures, gate_depths, walk
@@ -80,9 +80,15 @@ def judged(stages: Stages, at: float) -> Json:
         "observed": opening.true / len(whole) if len(whole) else None,
         "ece": calibration.ece(curve),
         "brier": calibration.brier(probability, whole),
-        "reliability": [plain(asdict(each)) for each in curve],
+        "reliability": [bin_json(each) for each in curve],
         "features": {name: feature_auroc(values, whole) for name, values in stages.figures.items()},
     }
+
+
+def bin_json(found: Bin) -> Json:
+    """A bin; the means of an empty one are null."""
+    means = {"predicted": found.predicted, "observed": found.observed}
+    return {"low": found.low, "high": found.high, "count": found.count, **means}
 
 
 def why_undefined(count: int, whole: int) -> str | None:

@@ -22,7 +22,7 @@ def page(made: Mapping[str, Any], place: Path) -> str:
         "",
         f"{made['reason']}.",
         "",
-        *slower_than_plain(made),
+        *warnings(made),
         f"{len(made['curve'])} settings; of each sum and threshold the best cap, in sample:",
         "",
         *markdown(CURVE, [cells(row) for row in best_caps(made["curve"])]),
@@ -36,13 +36,15 @@ def page(made: Mapping[str, Any], place: Path) -> str:
     return "\n".join(lines)
 
 
-def slower_than_plain(made: Mapping[str, Any]) -> list[str]:
-    """A warning where no drafting at all would be faster."""
+def warnings(made: Mapping[str, Any]) -> list[str]:
+    """Where no drafting at all would be faster, or a deeper draft than was recorded might be."""
+    lines: list[str] = []
     top = max(row["tokens_per_s"] for row in made["curve"])
-    if top > made["plain_tokens_per_s"]:
-        return []
-    plain = f"Plain decoding takes less time than any of these: {made['plain_tokens_per_s']:.1f} tokens/s by the costs."
-    return [plain, ""]
+    if top <= made["plain_tokens_per_s"]:
+        lines.append(f"Plain decoding is as fast as any of these or faster: {made['plain_tokens_per_s']:.1f} tokens/s.")
+    if made["pays"] and made["best"]["max_stages"] == made["max_stages"]:
+        lines.append("The best cap is the deepest that was tried; a trace with more stages may have a better one.")
+    return [part for line in lines for part in (line, "")]
 
 
 def best_caps(curve: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -21,14 +21,14 @@ from dloop.errors import UserError
 from dloop.gates.costs import Costs
 from dloop.gates.trace import Trace, load
 from dloop.gates.tuning import Setting, Times, best, grid, held_out, row_costs, times, walks_of
-from dloop.gates.walk import Walk, figures
+from dloop.gates.walk import Figures, Walk, figures
 from dloop.load import DEMO
 from dloop.records import SCHEMA, Json, dumps, number, plain
 
 FILE = "dloop_tune.json"
 TREES = (
-    "A trace holds chains, so no tree budget is chosen; row_costs says what a verified row costs, and how many tokens a "
-    "round it must bring to pay."
+    "A trace holds chains, so no tree budget is chosen. What a verified row costs says how many tokens a round one more, "
+    "such as a node of a tree, must bring to pay."
 )
 
 
@@ -50,6 +50,8 @@ def tune(command: Command) -> int:
     most = stages_of(asked, trace)
     costs = costs_of(asked, trace, most)
     assert costs is not None
+    if costs.plain_ms <= 0:
+        raise UserError(f"by {costs.source} a verification of one row takes no time; give costs above 0")
     place = command.output or beside_drafter(command)
     settings = grid(command.loop_gate, command.gate_sum, most)
     walks = walks_of(trace, settings)
@@ -93,15 +95,15 @@ def chosen(settings: Sequence[Setting], ms: Times) -> Choice:
     held, bounds = float(host.sum() / others.sum()), interval(list(zip(host.tolist(), others.tolist(), strict=True)))
     assert bounds is not None
     pays = index != 0 and bounds[0] > 1
-    return Choice(settings[index], gain, held, bounds, pays, reason_of(settings[index], held, bounds))
+    return Choice(settings[index], gain, held, bounds, pays, reason_of(settings[index], held, bounds, len(ms)))
 
 
-def reason_of(setting: Setting, gain: float, bounds: Sequence[float]) -> str:
+def reason_of(setting: Setting, gain: float, bounds: Sequence[float], texts: int) -> str:
     """The choice in a sentence."""
     if setting.is_host:
         return "no gate of the grid takes less time than the host's own"
     low, high = bounds
-    told = f"{gain:.3f} times the host's tokens/s (95 % {low:.3f} to {high:.3f}) on texts that had no say in it"
+    told = f"{gain:.3f} times the host's tokens/s (95 % {low:.3f} to {high:.3f}) on {texts} texts that had no say in it"
     if low > 1:
         return f"{setting.flags} takes the least time of all; so chosen, a gate reaches {told}"
     verb = "includes 1" if high >= 1 else "is below 1"
@@ -137,9 +139,10 @@ def document(
         "source": source_of(command.trace),
         "family": trace.ground.family,
         "stage_len": trace.ground.stage_len,
+        "max_stages": settings[0].max_stages,
         "texts": len(trace.texts),
         "starts": trace.starts,
-        "curve": [curve_json(each, texts, costs, ms) for each, texts in zip(settings, walks, strict=True)],
+        "curve": curve_json(settings, [figures(texts, costs) for texts in walks]),
     }
 
 
@@ -152,14 +155,16 @@ def setting_json(setting: Setting) -> dict[str, Json]:
     }
 
 
-def curve_json(setting: Setting, texts: Sequence[Walk], costs: Costs, ms: Times) -> Json:
-    """One setting of the grid, over all texts."""
-    found = figures(texts, costs)
-    assert found.ms is not None
-    return {
-        **setting_json(setting),
-        "acceptance_length": number(found.acceptance_length),
-        "stages_per_round": number(found.stages_per_round),
-        "tokens_per_s": number(found.tokens_per_s),
-        "gain": float(ms[:, 0].sum() / found.ms),
-    }
+def curve_json(settings: Sequence[Setting], found: Sequence[Figures]) -> list[Json]:
+    """The grid, over all texts."""
+    host = found[0].tokens_per_s
+    return [
+        {
+            **setting_json(setting),
+            "acceptance_length": number(each.acceptance_length),
+            "stages_per_round": number(each.stages_per_round),
+            "tokens_per_s": number(each.tokens_per_s),
+            "gain": each.tokens_per_s / host if each.tokens_per_s and host else None,
+        }
+        for setting, each in zip(settings, found, strict=True)
+    ]

@@ -149,26 +149,33 @@ class Bin:
     low: float
     high: float
     count: int
-    predicted: float | None  # means; None of an empty bin
-    observed: float | None
+    expected: float  # sum of the predicted probabilities
+    true: int
+
+    @property
+    def predicted(self) -> float | None:
+        """Mean probability; None of an empty bin."""
+        return self.expected / self.count if self.count else None
+
+    @property
+    def observed(self) -> float | None:
+        """Share of true outcomes."""
+        return self.true / self.count if self.count else None
 
 
 def reliability(probability: Numbers, outcome: Outcomes, bins: int = BINS) -> list[Bin]:
     """Equally wide bins of the predicted probability."""
     place = (probability * bins).astype(np.int64).clip(0, bins - 1)
-    counts = np.bincount(place, minlength=bins)
-    sums = [np.bincount(place, weights=values, minlength=bins) for values in (probability, outcome.astype(np.float64))]
-    return [
-        Bin(i / bins, (i + 1) / bins, int(n), *(float(each[i] / n) if n else None for each in sums))
-        for i, n in enumerate(counts)
-    ]
+    counts, true = np.bincount(place, minlength=bins), np.bincount(place[outcome], minlength=bins)
+    expected = np.bincount(place, weights=probability, minlength=bins)
+    rows = zip(counts.tolist(), expected.tolist(), true.tolist(), strict=True)
+    return [Bin(i / bins, (i + 1) / bins, *row) for i, row in enumerate(rows)]
 
 
 def ece(curve: Sequence[Bin]) -> float | None:
     """Expected calibration error: mean over predictions of |predicted - observed| of their bin."""
     total = sum(each.count for each in curve)
-    gaps = [each.count * abs(each.predicted - each.observed) for each in curve if each.count]  # pyright: ignore[reportOptionalOperand]
-    return sum(gaps) / total if total else None
+    return sum(abs(each.expected - each.true) for each in curve) / total if total else None
 
 
 @dataclass(frozen=True)
