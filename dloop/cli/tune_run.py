@@ -27,8 +27,8 @@ from dloop.records import SCHEMA, Json, dumps, number, plain
 
 FILE = "dloop_tune.json"
 TREES = (
-    "A trace holds chains, so no tree budget is chosen. What a verified row costs says how many tokens a round one more, "
-    "such as a node of a tree, must bring to pay."
+    "A trace holds chains, so no tree budget is chosen. What a verified row costs says how many tokens a round one "
+    "more, such as a node of a tree, must bring to pay."
 )
 
 
