@@ -24,6 +24,7 @@ class Command(Costed):
         "thresholds to try, joined by commas; the host is always tried",
         group=GATES,
     )
+    output: Path | None = option(None, "write the choice to this file instead of the drafter's folder", group=OUTPUT)
     draft_model: Path | None = option(
         None, "the drafter's folder, where the choice goes; by default what the trace's record names", group=OUTPUT
     )
