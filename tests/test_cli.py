@@ -69,6 +69,10 @@ OPTIONS = {
     "replay": "--trace --loop-gate --gate-sum --max-stages --stop-rule --costs --cost-context --cost-engine --stage-ms "
     "--verify-ms "
     "--json --no-json --debug --no-debug --output --plot",
+    "calibrate": "--trace --gate-sum --max-stages --costs --cost-context --cost-engine --stage-ms --verify-ms --at "
+    "--loop-gate --json --no-json --debug --no-debug --output --plot",
+    "tune": "--trace --gate-sum --max-stages --costs --cost-context --cost-engine --stage-ms --verify-ms --loop-gate "
+    "--json --no-json --debug --no-debug --output --draft-model",
     "data": "--model --dtype --device --engine --revision --prompts --output --chat-template --max-prompt-tokens "
     "--max-samples --max-new-tokens --temperature --top-k --top-p --seed --live --shard --resume --no-resume --json "
     "--no-json --debug --no-debug",

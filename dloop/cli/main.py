@@ -33,6 +33,10 @@ COMMANDS = {
     "latency": Entry("dloop.cli.latency", "time forwards, stages and rounds of a named shape against their floors"),
     "trace": Entry("dloop.cli.trace", "put on record what a pair drafts from every position of its texts"),
     "replay": Entry("dloop.cli.replay", "try gates on a trace, exactly and without a model; the oracles' bounds"),
+    "calibrate": Entry(
+        "dloop.cli.calibrate", "judge on a trace what gates read: ranking, precision, calibration, sweep"
+    ),
+    "tune": Entry("dloop.cli.tune", "find on a trace the best fixed gate, sum and stage cap, if the loop pays at all"),
     "check": Entry("dloop.cli.check", "certify that a pair is lossless, and tell arithmetic from faults"),
     "doctor": Entry("dloop.cli.doctor", "examine a pair: why are so few drafts accepted, and what to mend"),
     "chat": Entry("dloop.cli.chat", "talk with a target in the terminal"),
