@@ -66,9 +66,8 @@ OPTIONS = {
     "--synthetic-acceptance --synthetic-stages --json --no-json --debug --no-debug --output --resume --no-resume "
     "--plot",
     "trace": "--json --no-json --debug --no-debug",
-    "replay": "--trace --loop-gate --gate-sum --max-stages --stop-rule --costs --cost-context --cost-engine --stage-ms "
-    "--verify-ms "
-    "--json --no-json --debug --no-debug --output --plot",
+    "replay": "--trace --gate-sum --max-stages --costs --cost-context --cost-engine --stage-ms --verify-ms "
+    "--loop-gate --stop-rule --json --no-json --debug --no-debug --output --plot",
     "calibrate": "--trace --gate-sum --max-stages --costs --cost-context --cost-engine --stage-ms --verify-ms --at "
     "--loop-gate --json --no-json --debug --no-debug --output --plot",
     "tune": "--trace --gate-sum --max-stages --costs --cost-context --cost-engine --stage-ms --verify-ms --loop-gate "

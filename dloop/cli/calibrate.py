@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dloop.cli import replay
 from dloop.cli.args import option
-from dloop.cli.costing import Costed, as_replay, check_thresholds
-from dloop.cli.replay import GATES, OUTPUT
-from dloop.errors import UserError
+from dloop.cli.costing import GATES, OUTPUT, Costed, check_costed, check_thresholds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +25,6 @@ class Command(Costed):
 
 
 def run(command: Command) -> int | None:
-    replay.check(as_replay(command))
     check(command)
     from dloop.cli.calibrate_run import calibrate  # torch and transformers only from here on
 
@@ -39,5 +35,4 @@ def check(command: Command) -> None:
     """What can be told before the trace is read."""
     check_thresholds("loop-gate", command.loop_gate)
     check_thresholds("at", (command.at,))
-    if command.plot is not None and (command.plot.is_dir() or not command.plot.absolute().parent.is_dir()):
-        raise UserError(f"{command.plot} must be a file in a folder that is there")
+    check_costed(command, (command.plot,))

@@ -9,7 +9,6 @@ import numpy as np
 from dloop.bench.reporting import save
 from dloop.cli.calibrate import Command
 from dloop.cli.calibrate_page import page
-from dloop.cli.costing import as_replay
 from dloop.cli.replay_run import costs_of, source_of, stages_of
 from dloop.gate import NEVER_OPENS, FixedGate, GateSum
 from dloop.gates import calibration
@@ -26,9 +25,9 @@ def calibrate(command: Command) -> int:
         from dloop.bench.plot import check_plot
 
         check_plot(command.plot)
-    trace, asked = load(command.trace), as_replay(command)
-    most = stages_of(asked, trace)
-    costs = costs_of(asked, trace, most)
+    trace = load(command.trace)
+    most = stages_of(command, trace)
+    costs = costs_of(command, trace, most)
     stages: dict[GateSum, Stages] = {over: calibration.stages_of(trace, over, most) for over in command.gate_sum}
     made = document(command, trace, costs, most, stages)
     print(dumps(made) if command.json else page(made))

@@ -1,26 +1,24 @@
-"""What the commands that read a trace under costs share with `dloop replay`; without torch."""
+"""The flags of the commands that read a trace under costs, and what can be told of them before it is read."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dloop.cli import replay
 from dloop.cli.args import Common, option, required
-from dloop.cli.replay import COSTS, OUTPUT
 from dloop.errors import UserError
 
-SHARED = ("trace", "gate_sum", "max_stages", "costs", "cost_context", "cost_engine", "stage_ms", "verify_ms", "output")
+GATES, COSTS, OUTPUT = "gates", "costs", "output"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costed(Common):
-    """A trace, and what a round costs; the flags mean what they mean to `dloop replay`."""
+    """A trace, and what a round costs."""
 
     trace: Path = required("a trace that dloop trace record wrote: .npz", group="data")
     gate_sum: tuple[Literal["last", "all"], ...] = option(
-        ("last", "all"), "what is summed: the last stage, or all of them; or both in turn", group="gates"
+        ("last", "all"), "what is summed: the last stage, or all of them; or both in turn", group=GATES
     )
-    max_stages: int | None = option(None, "most stages of a round; by default as in the trace", group="gates")
+    max_stages: int | None = option(None, "most stages of a round; by default as in the trace", group=GATES)
 
     costs: Path | None = option(None, "a file of dloop latency --output, of this pair's shape", group=COSTS)
     cost_context: int | None = option(
@@ -34,9 +32,21 @@ class Costed(Common):
     output: Path | None = option(None, "also write the document of --json to this file", group=OUTPUT)
 
 
-def as_replay(command: Costed) -> replay.Command:
-    """The same choices as a command of `dloop replay`."""
-    return replay.Command(**{name: getattr(command, name) for name in SHARED})
+def check_costed(command: Costed, outputs: tuple[Path | None, ...]) -> None:
+    """Sums, stages, costs that are given once and whole, and files that can be written."""
+    if not command.gate_sum:
+        raise UserError("--gate-sum must be last, all, or last,all")
+    if command.max_stages is not None and command.max_stages < 1:
+        raise UserError(f"--max-stages {command.max_stages} must be at least 1")
+    if bool(command.stage_ms) != bool(command.verify_ms):
+        raise UserError("--stage-ms and --verify-ms are costs together; give both, or --costs FILE")
+    if command.stage_ms and command.costs is not None:
+        raise UserError("--costs and --stage-ms both say what a round costs; give one")
+    if command.cost_context is not None and command.costs is None:
+        raise UserError("--cost-context picks from --costs FILE, which is not given")
+    for path in filter(None, (command.output, *outputs)):
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise UserError(f"{path} must be a file in a folder that is there")
 
 
 def check_thresholds(name: str, thresholds: tuple[float, ...]) -> None:

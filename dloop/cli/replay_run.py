@@ -14,6 +14,7 @@ from dloop.bench.latency.show import table_of
 from dloop.bench.measure import interval
 from dloop.bench.reporting import save
 from dloop.bench.table import figure
+from dloop.cli.costing import Costed
 from dloop.cli.data_run import record_of
 from dloop.cli.replay import Command
 from dloop.errors import UserError
@@ -66,7 +67,7 @@ def replay(command: Command) -> int:
     return 0
 
 
-def stages_of(command: Command, trace: Trace) -> int:
+def stages_of(command: Costed, trace: Trace) -> int:
     """The cap in force. Raises UserError where the trace does not go as deep, or has nothing to replay."""
     most = trace.ground.limits.max_stages
     if command.max_stages is not None and command.max_stages > most:
@@ -79,7 +80,7 @@ def stages_of(command: Command, trace: Trace) -> int:
     return command.max_stages or most
 
 
-def costs_of(command: Command, trace: Trace, most: int) -> Costs | None:
+def costs_of(command: Costed, trace: Trace, most: int) -> Costs | None:
     """What the command says a round costs; None if it says nothing."""
     ground = trace.ground
     if command.stage_ms:

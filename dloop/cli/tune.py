@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dloop.cli import replay
 from dloop.cli.args import option
-from dloop.cli.costing import Costed, as_replay, check_thresholds
-from dloop.cli.replay import GATES, OUTPUT
+from dloop.cli.costing import GATES, OUTPUT, Costed, check_costed, check_thresholds
 from dloop.errors import UserError
 
 
@@ -31,7 +29,6 @@ class Command(Costed):
 
 
 def run(command: Command) -> int | None:
-    replay.check(as_replay(command))
     check(command)
     from dloop.cli.tune_run import tune  # torch and transformers only from here on
 
@@ -41,6 +38,7 @@ def run(command: Command) -> int | None:
 def check(command: Command) -> None:
     """What can be told before the trace is read."""
     check_thresholds("loop-gate", command.loop_gate)
+    check_costed(command, ())
     if command.costs is None and not command.stage_ms:
         raise UserError("dloop tune weighs times; give --costs FILE, or --stage-ms and --verify-ms")
     if command.draft_model is not None and command.output is not None:

@@ -12,7 +12,6 @@ import numpy as np
 from dloop import checkpoint
 from dloop.bench.measure import interval
 from dloop.bench.reporting import save
-from dloop.cli.costing import as_replay
 from dloop.cli.data_run import record_of
 from dloop.cli.replay_run import costs_of, source_of, stages_of
 from dloop.cli.tune import Command
@@ -46,9 +45,9 @@ class Choice:
 
 def tune(command: Command) -> int:
     """The document, or Markdown; and the file."""
-    trace, asked = load(command.trace), as_replay(command)
-    most = stages_of(asked, trace)
-    costs = costs_of(asked, trace, most)
+    trace = load(command.trace)
+    most = stages_of(command, trace)
+    costs = costs_of(command, trace, most)
     assert costs is not None
     if costs.plain_ms <= 0:
         raise UserError(f"by {costs.source} a verification of one row takes no time; give costs above 0")
