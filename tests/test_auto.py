@@ -33,6 +33,7 @@ from dloop.gates.walk import gate_depths, walk
 from dloop.loop import Limits, Session, decode, run_many
 from dloop.records import round_record
 from dloop.settings import Settings
+from dloop.stop import NOTHING
 from dloop.testing import chain, good_drafter, taught_drafter, tiny_drafter, tiny_target
 from dloop.trace import trace
 from dloop.types import Draft, Round, Rows, Seen, Stage, StageRecord, StageRequest
@@ -243,11 +244,15 @@ def test_wild_times_do_not_move_the_gate():
 # what a round teaches
 
 
-def round_of(draft: Draft, path: list[int], *, finish=None, seconds: tuple[float, float] = (1e-3, 3e-3)) -> Round:
+def round_of(
+    draft: Draft, path: list[int], *, finish=None, seconds: tuple[float, float] = (1e-3, 3e-3), reason="gate"
+) -> Round:
+    """`reason` is the last stage's."""
     starts = [1, *draft.stops[:-1]]
+    reasons = ["open"] * (len(starts) - 1) + [reason]
     records = [
-        StageRecord(start=a, stop=b, score=score, gate=None, reason="gate")
-        for a, b, score in zip(starts, draft.stops, draft.scores, strict=True)
+        StageRecord(start=a, stop=b, score=score, gate=None, reason=why)
+        for a, b, score, why in zip(starts, draft.stops, draft.scores, reasons, strict=True)
     ]
     emitted = [draft.tokens[node] for node in path] + [0]
     rest = {"draft_s": seconds[0], "verify_s": seconds[1], "finish": finish, "bonus": 0}
@@ -372,6 +377,32 @@ def test_broken_scores_do_not_loop(name):
     gate = warm(fresh(name, 3)).gate()
     assert gate.opens(chained(-1e-9))
     assert not gate.learner.gate().opens(chained(math.nan))
+
+
+@pytest.mark.parametrize("name", AUTOS)
+def test_broken_scores_teach_nothing(name):
+    """Neither where all is rejected, nor where a broken draft happens to be right."""
+    learner = fresh(name, 3)
+    gate = learner.gate()
+    for path in ([], [1, 2, 3]) * 60:
+        assert not gate.opens(chained(math.nan))
+        gate.observe(round_of(chained(math.nan), path))
+    assert learner.value == fresh(name, 3).value
+
+
+@pytest.mark.parametrize("name", AUTOS)
+def test_a_stage_that_a_rule_cut_says_nothing_of_decisions_after_it(name):
+    """None were taken; even where not one token was admitted, round after round."""
+    learner, empty = fresh(name, 3), Draft.rooted(1, 4).graft(NOTHING)
+    before = [learner.value.expected([score]) for score in (-1e-3, -1.0)]
+    gate = learner.gate()
+    for _ in range(60):
+        gate.observe(round_of(empty, [], reason="rule"))
+        gate.observe(round_of(Draft.rooted(1, 4).graft(chain([1])), [1], reason="rule"))
+    if name == "auto":  # the other learns what the tokens were worth
+        assert [learner.value.expected([score]) for score in (-1e-3, -1.0)] == before
+    assert gate.last is None
+    assert [gain.tokens for gain in gains_of(round_of(chained(-0.1, -0.2), [1], reason="rule"))] == [0, None]
 
 
 def warm(learner: Learner, later_s: float = 1e-4) -> Learner:

@@ -12,6 +12,7 @@ counts on those that are asked after it, the others pay for their rows alone.
 Source: the marginal rule of fractional programming (Dinkelbach) for tokens over time.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -149,11 +150,12 @@ class Auto:
 
     def observe(self, round: Round) -> None:
         self.learner.finished += 1
-        if not round.stages or not self.teaches:  # no room for a stage: nothing was decided
+        if not round.stages or not self.teaches or math.isnan(sum(round.scores)):
+            self.last = None  # no room for a stage: nothing was decided; a broken drafter: nothing is known
             return
         if self.last is not None:
             first = round.stage_records[0].stop
             self.learner.value.hindsight(self.last, sum(node < first for node in round.path))
         right = round.path[-1:] == [round.draft.tip] and round.finish is None
-        self.last = round if right else None
+        self.last = round if right and round.stage_records[-1].reason != "rule" else None
         self.learner.observe(round)

@@ -117,7 +117,7 @@ class ByModel:
                 self._add(stage, sum(map(self.calibration.logp, drafted)), tokens)
                 self.proxy.drafted.add(round_place(sum(round.scores[:stage])), tokens)
         self.rounds += 1
-        if self.rounds % REFIT_EVERY == 0:
+        if self.rounds % REFIT_EVERY == 0 and self.calibration.tokens:  # rules may leave none
             self.calibration.fit()
 
     def _add(self, stage: int, survival: float, tokens: float) -> None:

@@ -19,7 +19,8 @@ class Gain(NamedTuple):
 
     stage: int
     reached: bool  # whether the target followed the draft to the end of this stage
-    tokens: int | None  # that the next stage brought; None: it was not drafted, and might have brought some
+    tokens: int | None  # that the next stage brought; None: it was not drafted, and might have brought some, or
+    # nothing was decided: a stop rule had ended the draft
 
 
 def gains_of(round: Round) -> list[Gain]:
@@ -29,7 +30,7 @@ def gains_of(round: Round) -> list[Gain]:
     found: list[Gain] = []
     for stage, stop in enumerate(stops, 1):
         reached = max(node for node in spine if node < stop) in path
-        brought = None if reached else 0
+        brought = None if reached or round.stage_records[stage - 1].reason == "rule" else 0
         if stage < len(stops):
             brought = sum(stop <= node < stops[stage] for node in path)
         found.append(Gain(stage, reached, brought))
