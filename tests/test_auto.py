@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -628,11 +630,14 @@ def test_what_is_no_state_is_refused(text, tmp_path):
     with pytest.raises(UserError, match=r"gate\.json keeps no gate's state"):
         Learned().save(path)
     assert path.read_text() == text
+    for faulty in (tmp_path / "nothing.json", tmp_path):
+        with pytest.raises(UserError, match="cannot be read"):
+            Learned().load(faulty)
     with pytest.raises(UserError, match="cannot be read"):
-        Learned().load(tmp_path / "nothing.json")
+        Learned().save(tmp_path)
 
 
-@pytest.mark.parametrize("spoil", ["curve", "clock", "rounds"])
+@pytest.mark.parametrize("spoil", ["curve", "clock", "rounds", "nan", "weightless", "timeless", "stepless"])
 def test_a_damaged_entry_is_refused_by_name(spoil, tmp_path):
     path, learned = tmp_path / "gate.json", Learned()
     warm(learned.at("auto", "a pair", 3))
@@ -643,6 +648,14 @@ def test_a_damaged_entry_is_refused_by_name(spoil, tmp_path):
         entry["value"]["curve"]["weight"].pop()
     elif spoil == "clock":
         del entry["clock"]["1"]["draft"]["level"]
+    elif spoil == "nan":
+        entry["value"]["curve"]["total"][3] = math.nan
+    elif spoil == "weightless":
+        entry["value"]["curve"]["weight"][3] = 0
+    elif spoil == "timeless":
+        entry["clock"]["1"]["draft"]["level"] = 0
+    elif spoil == "stepless":
+        entry["clock"]["1"]["steps"] = 0
     else:
         entry["surplus"] = "much"
     path.write_text(json.dumps(whole))
@@ -729,3 +742,16 @@ def test_the_text_is_the_target_s_own_whatever_a_gate_learns(target, taught, gat
             assert out.tokens == text
             stages |= {r.stages for r in out.rounds}
     assert len(stages) > 1, "a gate that never decides proves nothing"
+
+
+def test_two_processes_may_write_one_file(tmp_path):
+    """Neither breaks what the other is about to put in place."""
+    path = tmp_path / "gate.json"
+    code = (
+        "import sys; from pathlib import Path; from dloop.gates.learned import Learned\n"
+        "learned = Learned(); learned.at('auto', sys.argv[2], 3)\n"
+        "for _ in range(1500): learned.save(Path(sys.argv[1]))\n"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in ("one", "two")]
+    assert [each.wait(120) for each in writers] == [0, 0]
+    assert json.loads(path.read_text())["schema"] == 1

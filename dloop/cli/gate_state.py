@@ -14,7 +14,7 @@ def kept(command: Decoding, drafter: HostDrafter | None) -> Generator[None]:
     if path is None or drafter is None:
         yield
         return
-    if path.is_file():
+    if path.exists():  # a folder is told of before anything is decoded
         drafter.learned.load(path)
     try:
         yield

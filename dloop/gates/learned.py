@@ -1,7 +1,9 @@
 """What the gates of a drafter have learned, and the file that keeps it: one entry a pair, law and machine."""
 
 import json
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,12 +55,12 @@ class Learned:
 
     def save(self, path: Path) -> None:
         """Write everything, all of it or nothing; what the file keeps of other pairs stays."""
-        others = read(path) if path.is_file() else {}
+        others = read(path) if path.exists() else {}
         for learner in self.learners.values():
             learner.settle()
         states = {key: state_of(learner) for key, learner in self.learners.items()}
         whole = {"schema": SCHEMA, "gates": {**others, **self.kept, **states}}
-        partial = path.with_name(f".{path.name}.partial")
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may be writing too
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -112,8 +114,8 @@ def restored(state: State, key: str) -> Learner:
             value_of(state["value"]),
             Clock(clock),
             rounds=state["rounds"],
-            nodes=float(state["nodes"]),
-            surplus=float(state["surplus"]),
+            nodes=number(state["nodes"]),
+            surplus=number(state["surplus"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
@@ -121,19 +123,33 @@ def restored(state: State, key: str) -> Learner:
         ) from error
 
 
+def number(value: float | str) -> float:
+    """A finite number. Raises ValueError for others."""
+    if not math.isfinite(found := float(value)):
+        raise ValueError(f"{value} is no finite number")
+    return found
+
+
+def positive(value: float | str) -> float:
+    """A number above 0: something is divided by it. Raises ValueError for others."""
+    if not (found := number(value)) > 0:
+        raise ValueError(f"{value} is not above 0")
+    return found
+
+
 def value_of(about: State) -> Value:
     """The estimator."""
-    proxy = Proxy(*(means_of(about["proxy"][name], BINS) for name in ("drafted", "instead")))
+    proxy = Proxy(*(means_of(about["proxy"][name], BINS, number) for name in ("drafted", "instead")))
     if "curve" in about:
-        return ByScore(Curve(means_of(about["curve"], BINS)), proxy)
-    calibration = Calibration(float(about["slope"]), [float(offset) for offset in about["offsets"]])
+        return ByScore(Curve(means_of(about["curve"], BINS, positive)), proxy)
+    calibration = Calibration(number(about["slope"]), [number(offset) for offset in about["offsets"]])
     first, further = about["brings"]
-    return ByModel(calibration, [means_of(first, MODEL_BINS), means_of(further, MODEL_BINS)], proxy)
+    return ByModel(calibration, [means_of(each, MODEL_BINS, positive) for each in (first, further)], proxy)
 
 
-def means_of(about: Mapping[str, Any], bins: int) -> Means:
+def means_of(about: Mapping[str, Any], bins: int, weight_of: Callable[[float | str], float]) -> Means:
     """Means in bins. Raises ValueError where they are not so many."""
-    weight, total = ([float(value) for value in about[name]] for name in ("weight", "total"))
+    weight, total = [weight_of(value) for value in about["weight"]], [number(value) for value in about["total"]]
     if not len(weight) == len(total) == bins:
         raise ValueError(f"{len(weight)} and {len(total)} bins, not {bins}")
     return Means(weight, total, int(about["labels"]))
@@ -141,20 +157,20 @@ def means_of(about: Mapping[str, Any], bins: int) -> Means:
 
 def times_of(about: Mapping[str, Any]) -> Times:
     """Measured times."""
-    sums = {name: float(about[name]) for name in ("steps", "tokens", "stages", "rows")}
-    return Times(line_of(about["draft"]), line_of(about["verify"]), **sums)
+    sums = {name: number(about[name]) for name in ("tokens", "stages", "rows")}
+    return Times(line_of(about["draft"]), line_of(about["verify"]), steps=positive(about["steps"]), **sums)
 
 
 def line_of(about: Mapping[str, Any]) -> Line:
     """One line as it was followed."""
-    first, both, second = (float(value) for value in about["doubt"])
+    first, both, second = (number(value) for value in about["doubt"])
     at_zero, beyond = about["streaks"]
     return Line(
-        share=float(about["share"]),
-        level=float(about["level"]),
+        share=positive(about["share"]),
+        level=(positive if about["seen"] else number)(about["level"]),
         doubt=(first, both, second),
-        deviation=float(about["deviation"]),
+        deviation=positive(about["deviation"]),
         streaks=(int(at_zero), int(beyond)),
         seen=int(about["seen"]),
-        first=[float(value) for value in about["first"]],
+        first=[number(value) for value in about["first"]],
     )
