@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -379,6 +380,35 @@ def test_broken_scores_do_not_loop(name):
     gate = warm(fresh(name, 3)).gate()
     assert gate.opens(chained(-1e-9))
     assert not gate.learner.gate().opens(chained(math.nan))
+
+
+def test_what_was_never_seen_keeps_its_first_guess():
+    curve = Curve.guessed(3)
+    before = curve(-8.0)
+    for _ in range(800_000):  # some hours of one busy sequence
+        curve.add(-0.5, 1.0)
+    assert curve(-8.0) == pytest.approx(before)
+
+
+@pytest.mark.parametrize("name", AUTOS)
+def test_threads_may_share_a_learner(name):
+    learned, known = Learned(), sys.getswitchinterval()
+    learner = learned.at(name, "a pair", 3)
+
+    def decode_on(_: int) -> None:
+        gate = learner.gate()
+        for turn in range(1000):
+            assert gate.threshold is None or gate.threshold <= 1
+            gate.opens(chained(-0.1))
+            gate.observe(round_of(chained(-0.1), [1, 2, 3] if turn % 3 else [1]))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(decode_on, range(4)))
+    finally:
+        sys.setswitchinterval(known)
+    assert learner.rounds == 4000
 
 
 @pytest.mark.parametrize("name", AUTOS)

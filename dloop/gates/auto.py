@@ -14,6 +14,7 @@ Source: the marginal rule of fractional programming (Dinkelbach) for tokens over
 
 import math
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import NamedTuple
 
 from dloop.gates.clock import Clock, Times
@@ -51,6 +52,7 @@ class Learner:
     pending: list[Round] = field(default_factory=list[Round], repr=False)  # those of them that teach
     asked: dict[int, int] = field(default_factory=dict[int, int], repr=False)  # sequences, by stages drafted
     opened: dict[int, int] = field(default_factory=dict[int, int], repr=False)
+    lock: Lock = field(default_factory=Lock, repr=False, compare=False)  # gates of several threads may share it
 
     @property
     def times(self) -> Times | None:
@@ -139,16 +141,22 @@ class Auto:
     @property
     def threshold(self) -> float | None:
         """What the scores of the whole chain are held against; None where they do not decide alone."""
-        return self.learner.threshold
+        with self.learner.lock:
+            return self.learner.threshold
 
     def opens(self, draft: Draft) -> bool:
         if draft.num_stages == 1:
             self.survivals = []
-        self.survivals.append(self.learner.value.survival(draft))
         size = draft.stops[-1] - (draft.stops[-2] if draft.num_stages > 1 else 1)
-        return self.learner.opens(draft.num_stages, sum(draft.scores), self.survivals, size)
+        with self.learner.lock:
+            self.survivals.append(self.learner.value.survival(draft))
+            return self.learner.opens(draft.num_stages, sum(draft.scores), self.survivals, size)
 
     def observe(self, round: Round) -> None:
+        with self.learner.lock:
+            self._observe(round)
+
+    def _observe(self, round: Round) -> None:
         self.learner.finished += 1
         if not round.stages or not self.teaches or math.isnan(sum(round.scores)):
             self.last = None  # no room for a stage: nothing was decided; a broken drafter: nothing is known

@@ -16,6 +16,7 @@ STEP = math.log(FARTHEST / NEAREST) / (BINS - 1)
 EDGES = tuple(NEAREST * math.exp(STEP * i) for i in range(BINS))
 FORGETTING = 0.999  # a label
 FADE_EVERY = 16  # labels: fading all bins at every one would cost more than the rest
+FAINT = 1e-9  # weight that fades no further: the mean of a bin that is never seen would end as a ratio of roundings
 PRIOR_WEIGHT = 4.0  # labels that the first guess is worth
 
 
@@ -36,8 +37,9 @@ class Means:
         """One label."""
         self.labels += 1
         if self.labels % FADE_EVERY == 0:
-            self.weight = [FORGETTING**FADE_EVERY * one for one in self.weight]
-            self.total = [FORGETTING**FADE_EVERY * one for one in self.total]
+            fading = [FORGETTING**FADE_EVERY if one > FAINT else 1.0 for one in self.weight]
+            self.weight = [share * one for share, one in zip(fading, self.weight, strict=True)]
+            self.total = [share * one for share, one in zip(fading, self.total, strict=True)]
         self.weight[at] += weight
         self.total[at] += weight * value
 

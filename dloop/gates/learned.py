@@ -56,9 +56,7 @@ class Learned:
     def save(self, path: Path) -> None:
         """Write everything, all of it or nothing; what the file keeps of other pairs stays."""
         others = read(path) if path.exists() else {}
-        for learner in self.learners.values():
-            learner.settle()
-        states = {key: state_of(learner) for key, learner in self.learners.items()}
+        states = {key: state_of(learner) for key, learner in list(self.learners.items())}
         whole = {"schema": SCHEMA, "gates": {**others, **self.kept, **states}}
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may be writing too
         try:
@@ -89,7 +87,14 @@ def read(path: Path) -> dict[str, State]:
 
 
 def state_of(learner: Learner) -> State:
-    """Everything a learner knows, as JSON."""
+    """Everything a learner knows, as JSON; what it is told meanwhile waits."""
+    with learner.lock:
+        learner.settle()
+        return told(learner)
+
+
+def told(learner: Learner) -> State:
+    """The same, of a learner that nobody else holds."""
     value = learner.value
     about: State = {"proxy": asdict(value.proxy)} if isinstance(value, ByModel | ByScore) else {}
     if isinstance(value, ByModel):
