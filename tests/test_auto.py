@@ -589,7 +589,14 @@ def test_what_is_shared_depends_on_target_law_and_shape(target, drafter):
     keys = [
         key_of(replace(base, **change), target, shape)
         for shape in (drafter, tiny_drafter(target, stage_len=4))
-        for change in ({}, {"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 1.0, "verify": "match"})
+        for change in (
+            {},
+            {"temperature": 0.5},
+            {"temperature": 1.0},
+            {"temperature": 1.0, "verify": "match"},
+            {"stop_rule": "specdec++", "gate_head": "one"},
+            {"stop_rule": "specdec++", "gate_head": "other"},
+        )
     ]
     assert len(set(keys)) == len(keys)
     near = (replace(base, temperature=0.95), replace(base, temperature=1.05))

@@ -102,13 +102,13 @@ def settle(command: Command, pair: Pair) -> None:
     free = {"output_dir": Path(), "resume": False, "json": False, "debug": False, "device": ""}
     facts = repr((replace(command, **free), digest(pair.data.contents()), pair.drafter.stage_len))
     fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:12]
-    path = command.output_dir / RUN
+    path, text = command.output_dir / RUN, json.dumps({"fingerprint": fingerprint}) + "\n"
     if not path.is_file():
-        path.write_text(json.dumps({"fingerprint": fingerprint}) + "\n")
-    elif json.loads(path.read_text())["fingerprint"] != fingerprint:
+        path.write_text(text)
+    elif path.read_text() != text:
         raise UserError(
-            f"{command.output_dir} was written by a run with other settings; resume with the same ones or choose "
-            "another --output-dir"
+            f"{path} is that of a run with other settings, or damaged; resume with the same ones or choose another "
+            "--output-dir"
         )
 
 

@@ -50,6 +50,6 @@ def key_of(settings: Settings, target: HFTarget, drafter: HostDrafter) -> str:
     greedy = settings.temperature < GREEDY_BELOW
     law = "T 0" if greedy else f"T {max(1, round(4 * settings.temperature)) / 4:g}, {settings.verify}"
     trees = "" if drafter.trees is None else f", trees {drafter.trees.budget}+{drafter.trees.stage_budget}"
-    rule = "" if settings.stop_rule is None else f", {settings.stop_rule}"
+    rule = "".join(f", {one}" for one in (settings.stop_rule, settings.gate_head) if one is not None)
     where = f"{target.engine}, {str(target.dtype).removeprefix('torch.')}, {device}"
     return f"{drafter.name} | {target.name} | {where} | {law} | stages of {drafter.stage_len}{trees}{rule}"
