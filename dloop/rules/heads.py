@@ -22,8 +22,8 @@ from dloop.errors import UserError
 from dloop.stop import Row
 
 HeadKind = Literal["specdec++", "adaeagle", "disco", "pacer"]
-RES_BLOCKS, REJECTED_WEIGHT = 3, 6.0  # SpecDec++'s
-LENGTH_LAYERS = 3  # AdaEAGLE's
+RES_BLOCKS = 3  # SpecDec++'s, and AdaEAGLE's layers
+REJECTED_WEIGHT = 6.0  # SpecDec++'s
 UNDER_WEIGHT = 2.0  # ours: AdaEAGLE says only that a length predicted too short costs more
 FFN_SIZE = 64  # ours, as small as DISCO's is said to be
 PACER_BLOCK, PACER_SIZE, PACER_HEADS = 4, 128, 4  # ours: "blocks of 2-4 drafting steps", one light layer
@@ -74,14 +74,8 @@ class Head(nn.Module):
         """What training minimises."""
 
 
-class AcceptanceHead(Head):
-    """SpecDec++: the chance that a drafted token is accepted, from the drafter's state.
-
-    Autoregressive drafters' rows have read the token that they judge, the one before; blocks' rows judge their own.
-    """
-
-    kind = "specdec++"
-    draws = True
+class StateHead(Head):
+    """A number from one state of the drafter, by residual blocks."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -95,6 +89,16 @@ class AcceptanceHead(Head):
             states = states + F.silu(block(states))
         return self.out(states)[..., 0]
 
+
+class AcceptanceHead(StateHead):
+    """SpecDec++: the chance that a drafted token is accepted, from the drafter's state.
+
+    Autoregressive drafters' rows have read the token that they judge, the one before; blocks' rows judge their own.
+    """
+
+    kind = "specdec++"
+    draws = True
+
     def loss(self, examples: Examples) -> Float[Tensor, ""]:
         """Soft labels; a rejection weighs 6 times as much; normalised by the weighted labels."""
         shift = int(self.config.reads_token)
@@ -105,25 +109,13 @@ class AcceptanceHead(Head):
         return -torch.where(examples.known()[:, :rows], right + wrong, 0.0).sum() / weights.sum()
 
 
-class LengthHead(Head):
+class LengthHead(StateHead):
     """AdaEAGLE: how many tokens to draft, from the state of the row that read the anchor.
 
     Published: from the anchor's embedding and the target's state before it, which this row has joined.
     """
 
     kind = "adaeagle"
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__(config)
-        self.norm = nn.LayerNorm(config.hidden_size)
-        self.layers = nn.ModuleList([nn.Linear(config.hidden_size, config.hidden_size) for _ in range(LENGTH_LAYERS)])
-        self.out = nn.Linear(config.hidden_size, 1)
-
-    def forward(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "..."]:
-        states = self.norm(hidden.float())
-        for layer in self.layers:
-            states = states + F.silu(layer(states))
-        return self.out(states)[..., 0]
 
     def loss(self, examples: Examples) -> Float[Tensor, ""]:
         """The distance to the accepted length; one that is predicted too short costs more."""
