@@ -251,6 +251,12 @@ def test_what_the_command_refuses(home, tmp_path, capsys, more, message):
     assert message in capsys.readouterr().err
 
 
+def test_specdecpp_needs_a_row_after_the_token(home, tmp_path, capsys):
+    more = ("--draft-model", str(home / "eagle3"), "--longest", "1")
+    assert entry(words(home, tmp_path / "head", "specdec++", *more)) == 2
+    assert "give --longest 2 or more" in capsys.readouterr().err
+
+
 def test_another_run_s_folder_is_refused(home, tmp_path, capsys):
     assert entry(words(home, tmp_path, "disco")) == 0
     assert entry(words(home, tmp_path, "disco")) == 2

@@ -80,6 +80,11 @@ def load(command: Command) -> Pair:
         if not isinstance(drafter, ChainDrafter):
             raise UserError(f"--longest {command.longest}: a stage of {drafter.family} is its block; leave it out")
         drafter = drafter.at_depth(command.longest)
+    if command.kind == "specdec++" and isinstance(drafter, ChainDrafter) and drafter.stage_len < 2:
+        raise UserError(
+            f"stages of {drafter.stage_len} token have nothing for specdec++: it judges a token by the row after it; "
+            "give --longest 2 or more"
+        )
     reading = host.Command(
         target_model_path=command.target_model_path,
         train_data_path=command.train_data_path,
