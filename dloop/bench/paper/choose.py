@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, cast
 
 from dloop.bench.naming import Column
-from dloop.bench.report import Found, place
+from dloop.bench.report import ORDER, Found
 from dloop.bench.results import Condition, Result
 
 Runs: TypeAlias = Sequence[Result]
@@ -18,10 +18,15 @@ def base(column: Column) -> str:
     return column.setting.partition(",")[0]
 
 
+def order(column: Column) -> tuple[int, str]:
+    """The host first, DLoop last, with further flags after without; then names of the user's."""
+    return ORDER.index(base(column)) if base(column) in ORDER else len(ORDER), column.setting
+
+
 def grouped(found: Found, wanted: Callable[[Column, Runs], bool]) -> dict[Condition, dict[str, Found]]:
     """The drafters' settings that are wanted, by condition and by family: what stands together shares its sets."""
     groups: dict[Condition, dict[str, dict[Column, Mapping[str, Result]]]] = {}
-    for column in sorted(found, key=lambda column: (column.condition, place(column))):
+    for column in sorted(found, key=lambda column: (column.condition, column.family or "", order(column))):
         runs = found[column]
         if column.family is not None and wanted(column, [*runs.values()]):
             groups.setdefault(column.condition, {}).setdefault(column.family, {})[column] = runs

@@ -152,6 +152,7 @@ def part(condition: Condition, families: Families, found: Found, shape: Shape) -
             for column, runs in mine.items()
         ],
         notes=[CELLS, *(line for name, table in made.items() for line in told(name, table, shape.expected))],
+        legend=[line for table in made.values() for line in legend(table)],
     )
 
 
@@ -164,7 +165,7 @@ def cells(table: Table, column: Column, sets: Sequence[str]) -> list[Cell]:
 
 
 def told(name: str, table: Table, expected: Sequence[str]) -> list[str]:
-    """What lacks in a family's rows and why, and what its settings are."""
+    """What lacks in a family's rows, and why."""
     bases = {base(column) for column in table.columns}
     absent = [setting for setting in expected if setting not in bases]
     part_of = sorted({row.dataset for row in table.rows if not row.complete}, key=place_of_set)
@@ -172,4 +173,4 @@ def told(name: str, table: Table, expected: Sequence[str]) -> list[str]:
     lines = [f"not measured: {', '.join(absent)}"] if absent else []
     lines += [f"not the published samples: {', '.join(part_of)}"] if part_of else []
     lines += [f"failed responses: {', '.join(failed)}"] if failed else []
-    return [f"{name}: {line}" for line in [*lines, *notes(table)]] + legend(table)
+    return [f"{name}: {line}" for line in [*lines, *notes(table)]]

@@ -37,6 +37,7 @@ class Part:
     fields: Sequence[Field]  # words first
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = ()
+    legend: Sequence[str] = ()  # what each setting is; told once, below all tables
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,18 @@ def show(made: Sequence[PaperTable], console: Console) -> None:
     """Print the tables, and a line for each that there are no figures for."""
     for table in made:
         if table.missing:
-            console.print(f"{table.title}: {table.missing}")
+            console.print(f"{table.title}: {table.missing}", soft_wrap=True)
             continue
-        console.print(table.title, style="bold")
+        console.print(table.title, style="bold", soft_wrap=True)
         for part in table.parts:
-            console.print(part.heading)
+            console.print(part.heading, soft_wrap=True)
             words = sum(not field.form for field in part.fields)
             show_table([field.name for field in part.fields], texts(part), console, left=words)
             for note in part.notes:
                 console.print(note, style="dim")
         console.print()
+    for line in legend(made):
+        console.print(line, style="dim")
 
 
 def page(made: Sequence[PaperTable]) -> list[str]:
@@ -82,7 +85,13 @@ def page(made: Sequence[PaperTable]) -> list[str]:
         for part in table.parts:
             lines += [f"### {part.heading}", "", *markdown([field.name for field in part.fields], texts(part)), ""]
             lines += [f"- {note}" for note in part.notes] + [""] * bool(part.notes)
-    return lines
+    settings = legend(made)
+    return lines + (["## Settings", "", *(f"- {line}" for line in settings)] if settings else [])
+
+
+def legend(made: Sequence[PaperTable]) -> list[str]:
+    """What all settings are, each once."""
+    return list(dict.fromkeys(line for table in made for part in table.parts for line in part.legend))
 
 
 def texts(part: Part) -> list[list[str]]:
@@ -112,6 +121,7 @@ def records(made: Sequence[PaperTable]) -> list[dict[str, object]]:
                     "columns": [field.name for field in part.fields],
                     "rows": [[record(cell) for cell in row] for row in part.rows],
                     "notes": list(part.notes),
+                    "settings": list(part.legend),
                 }
                 for part in table.parts
             ],

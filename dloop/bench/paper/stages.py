@@ -7,7 +7,7 @@ from typing import cast
 from dloop.bench.loops import Looped, Loops, total
 from dloop.bench.naming import Column
 from dloop.bench.pages import heading, meaning
-from dloop.bench.paper.choose import TREES, base, grouped
+from dloop.bench.paper.choose import TREES, Families, base, grouped, has_rule
 from dloop.bench.paper.shape import Cell, Field, Part
 from dloop.bench.report import Found, mean, place_of_set, shared_sets
 from dloop.bench.results import SECONDS, Condition, Result
@@ -42,10 +42,13 @@ def stages(found: Found, shape: Shape) -> list[Part]:
                 for column in mine
                 for cells in shape.rows(column, mine)
             ]
-            told = [line for name, mine in kept.items() for line in about(name, mine, families[name])]
+            told = [over(name, mine, families[name]) for name, mine in kept.items()]
             told += [f"{name}: {line}" for name, mine in kept.items() for line in shape.notes(condition, mine)]
             fields = [Field("family"), Field("setting"), *shape.fields]
-            parts.append(Part(heading=heading(condition), fields=fields, rows=rows, notes=[*lost, *told]))
+            notes = [*lost, *told]
+            parts.append(
+                Part(heading=heading(condition), fields=fields, rows=rows, notes=notes, legend=legend_of(kept))
+            )
     return parts
 
 
@@ -55,13 +58,21 @@ def on_shared(mine: Found) -> Found:
     return {column: {name: runs[name] for name in sets} for column, runs in mine.items()} if sets else {}
 
 
-def about(name: str, mine: Found, whole: Found) -> list[str]:
-    """The sets that were summed, and what each setting is."""
+def legend_of(families: Families) -> list[str]:
+    """What each setting is."""
+    return [
+        meaning(column, next(iter(runs.values())), {name})
+        for name, mine in families.items()
+        for column, runs in mine.items()
+    ]
+
+
+def over(name: str, mine: Found, whole: Found) -> str:
+    """The sets that were summed."""
     sets = shared_sets(mine)
     others = sorted({each for runs in whole.values() for each in runs if each not in sets}, key=place_of_set)
     rest = f"; without {', '.join(others)}, which not every setting has" if others else ""
-    legends = [meaning(column, next(iter(runs.values())), {name}) for column, runs in mine.items()]
-    return [f"{name}: over {', '.join(sets)}{rest}", *legends]
+    return f"{name}: over {', '.join(sets)}{rest}"
 
 
 def responses(runs: Mapping[str, Result]) -> list[Looped]:
@@ -189,7 +200,7 @@ def compared(column: Column, mine: Found) -> Column | str | None:
 def reference_of(column: Column, mine: Found) -> Column | None:
     """The host, else the trained drafter with its gate closed; of trees, those trees. None: neither, or several."""
     for wanted in ("tree", "tree_trained") if base(column) in TREES else ("host", "trained"):
-        found = [each for each in mine if base(each) == wanted]
+        found = [each for each, runs in mine.items() if base(each) == wanted and not has_rule([*runs.values()])]
         exact = [each for each in found if each.setting == column.setting.replace(base(column), wanted, 1)]
         if found:
             return exact[0] if exact else found[0] if len(found) == 1 else None
@@ -226,9 +237,9 @@ SHAPES = {
             Field("verifications", "d"),
             Field("stages each", ".2f"),
             Field("tokens", "d"),
-            Field("verifications +-", "+.1%"),
+            Field("verif. change", "+.1%"),
             Field("time s", ".2f"),
-            Field("time +-", "+.1%"),
+            Field("time change", "+.1%"),
         ],
         rows=count_rows,
         notes=count_notes,
@@ -264,7 +275,8 @@ def acceptance(found: Found) -> list[Part]:
                     by_set = {each: rates(run).get(str(stage)) for each, run in runs.items()}
                     whole = mean([by_set[each] for each in shared])
                     rows.append([name, column.setting, str(stage), *map(by_set.get, sets), whole])
-        parts.append(Part(heading=heading(condition), fields=fields, rows=rows, notes=[RATES]))
+        legend = legend_of(families)
+        parts.append(Part(heading=heading(condition), fields=fields, rows=rows, notes=[RATES], legend=legend))
     return parts
 
 
