@@ -29,7 +29,6 @@ from dloop.gates.trace import save
 
 BOTH = ("gsm8k", "mine")
 LOOPS = [f"loop,max-stages=3,loop-gate={g}" for g in ("-1", "-2")]
-GREEDY = [name for name in KNOWN if name not in ("A1", "A6", "A7")]
 
 
 @pytest.fixture(scope="module")
