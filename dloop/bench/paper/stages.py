@@ -32,10 +32,10 @@ def stages(found: Found, shape: Shape) -> list[Part]:
     """A part a condition; what is summed or compared is of the sets that all settings of a family have."""
     parts: list[Part] = []
     for condition, families in grouped(found, lambda column, runs: True).items():
-        shared = {name: on_shared(mine) for name, mine in families.items()}
-        kept = {name: mine for name, mine in shared.items() if mine and shape.needs(mine)}
-        lost = [f"{name}: no set that all its settings have" for name, mine in shared.items() if not mine]
-        if kept:
+        shared = {name: on_shared(mine) for name, mine in families.items() if shape.needs(mine)}
+        kept = {name: mine for name, mine in shared.items() if mine}
+        lost = [f"{name}: nothing is summed, as no set has all its settings" for name in shared if name not in kept]
+        if shared:
             rows = [
                 [name, column.setting, *cells]
                 for name, mine in kept.items()
