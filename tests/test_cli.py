@@ -61,7 +61,8 @@ OPTIONS = {
     "--draft-rope-theta --mtp-k --dataset --data-dir --max-samples --beside --chat --no-chat --json --no-json --debug "
     "--no-debug --output-dir "
     "--overwrite --no-overwrite",
-    "report": "--results --name --compare --json --no-json --debug --no-debug --gain --markdown --plot",
+    "report": "--results --name --calibrations --train-runs --compare --json --no-json --debug --no-debug --tables "
+    "--gain --markdown --plot",
     "latency": "--shape --rows --context --repeats --dtype --device --seed --peers --replay --replay-rounds "
     "--synthetic-acceptance --synthetic-stages --json --no-json --debug --no-debug --output --resume --no-resume "
     "--plot",

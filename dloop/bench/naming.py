@@ -1,7 +1,7 @@
 """What a run's setting is called in reports: baseline, host, loop, trained, dloop ..., or a name of the user's."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -43,28 +43,58 @@ def parse_names(given: Sequence[str]) -> list[Name]:
     return names
 
 
-def columns(results: Sequence[Result], names: Sequence[Name]) -> dict[Column, dict[str, Result]]:
-    """Every run under its column and its set. Raises UserError where two runs have one place, or one column two kinds
-    of run that nobody named.
+def columns(
+    results: Sequence[Result], names: Sequence[Name], *, gates_apart: bool = False
+) -> dict[Column, dict[str, Result]]:
+    """Every run under its column and its set. `gates_apart`: automatic names tell thresholds apart.
+
+    Raises UserError where two runs have one place, or one column two kinds of run that nobody named.
     """
+    given = [given_name(result, names) for result in results]
+    if unused := sorted(name for name in names if not any(is_below(run.folder, name.pattern) for run in results)):
+        raise UserError(f"--name {unused[0].pattern} names no folder of results; quote patterns with a *")
+    settings = [name or automatic(result) for name, result in zip(given, results, strict=True)]
+    automatic_ones = [pair for pair, name in zip(zip(results, settings, strict=True), given, strict=True) if not name]
+    swept = sweeps(automatic_ones) if gates_apart else set[Column]()
     found: dict[Column, dict[str, Result]] = {}
-    unused = set(names)
-    for result in results:
-        used = [name for name in names if is_below(result.folder, name.pattern)]
-        unused -= set(used)
-        if len({name.setting for name in used}) > 1:
-            told = " and ".join(f"{name.pattern}={name.setting}" for name in used)
-            raise UserError(f"{result.folder} is named twice, by --name {told}; leave one of them out")
-        setting = used[0].setting if used else automatic(result)
-        runs = found.setdefault(Column(result.condition, result.family, setting), {})
-        others = [] if used else [run for run in runs.values() if kind(run) != kind(result)]
+    for result, name, setting in zip(results, given, settings, strict=True):
+        column = Column(result.condition, result.family, setting)
+        if not name and column in swept:
+            column = column._replace(setting=f"{setting},loop-gate={spelled_gate(result)}")
+        runs = found.setdefault(column, {})
+        others = [] if name else [run for run in runs.values() if kind(run) != kind(result)]
         if clash := [runs[result.dataset]] if result.dataset in runs else others:
-            where = f"{setting!r} of {result.target} ({result.dataset})"
+            where = f"{column.setting!r} of {result.target} ({result.dataset})"
             raise UserError(f"{clash[0].folder} and {result.folder} would both be {where}; {WAY_OUT}")
         runs[result.dataset] = result
-    if unused:
-        raise UserError(f"--name {sorted(unused)[0].pattern} names no folder of results; quote patterns with a *")
     return found
+
+
+def given_name(result: Result, names: Sequence[Name]) -> str | None:
+    """What the user calls a run. Raises UserError where that is two things."""
+    used = [name for name in names if is_below(result.folder, name.pattern)]
+    if len({name.setting for name in used}) > 1:
+        told = " and ".join(f"{name.pattern}={name.setting}" for name in used)
+        raise UserError(f"{result.folder} is named twice, by --name {told}; leave one of them out")
+    return used[0].setting if used else None
+
+
+def sweeps(named: Iterable[tuple[Result, str]]) -> set[Column]:
+    """The columns that runs of several thresholds would share."""
+    gates: dict[Column, set[object]] = {}
+    for result, setting in named:
+        gates.setdefault(Column(result.condition, result.family, setting), set()).add(gate_of(result))
+    return {column for column, found in gates.items() if len(found) > 1}
+
+
+def gate_of(result: Result) -> object:
+    """The recorded --loop-gate: a number, `inf` or `-inf`, or the name of a gate that learns."""
+    return cast(Mapping[str, object], result.summary["setting"])["loop_gate"]
+
+
+def spelled_gate(result: Result) -> str:
+    """A threshold as in the folders' names."""
+    return str(gate_of(result)).removesuffix(".0")
 
 
 def is_below(folder: Path, pattern: str) -> bool:

@@ -10,7 +10,7 @@ from rich.table import Table as RichTable
 from dloop.bench.compare import Difference
 from dloop.bench.naming import Column
 from dloop.bench.report import MEAN, Estimate, Row, Table
-from dloop.bench.results import Result
+from dloop.bench.results import Condition, Result
 from dloop.bench.table import figure
 
 COLUMNS = ("set", "setting", "n", "tau", "95 %", "tok/s", "speed", "95 %", "loop", "rep", "bad")
@@ -26,40 +26,43 @@ MEANING = (
 def show(made: Sequence[Table], differences: Sequence[Difference], pair: Sequence[str], console: Console) -> None:
     """Print everything; nothing is cropped: a table wider than the terminal stays whole."""
     for table in made:
-        console.print(heading(table), style="bold")
-        show_table(COLUMNS, cells_of(table), console)
+        console.print(heading(table.condition), style="bold")
+        show_table(COLUMNS, cells_of(table), console, left=2)
         for line in [*notes(table), *legend(table)]:
             console.print(line, style="dim")
         console.print()
     if differences:
         console.print(versus(pair), style="bold")
-        show_table(DIFFERENCES, [difference_cells(row) for row in differences], console)
+        show_table(DIFFERENCES, [difference_cells(row) for row in differences], console, left=1)
         for line in left_out(differences):
             console.print(line, style="dim")
     if made:
         console.print(MEANING, style="dim")
 
 
-def show_table(names: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
-    """One table; a line before the means."""
+def show_table(names: Sequence[str], rows: Sequence[Sequence[str]], console: Console, left: int) -> None:
+    """One table; the first `left` columns hold words."""
     table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False, header_style="bold")
     for index, name in enumerate(names):
-        table.add_column(name, justify="left" if index < len(names) - 9 or not index else "right", no_wrap=True)
+        table.add_column(name, justify="left" if index < left else "right", no_wrap=True)
     for cells in rows:
         table.add_row(*cells)
     needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     Console(file=console.file, highlight=False, width=max(console.width, needed)).print(table)
 
 
-def page(made: Sequence[Table], differences: Sequence[Difference], pair: Sequence[str]) -> str:
-    """Everything as Markdown."""
-    lines = ["# Report", "", MEANING, ""]
+def page(
+    made: Sequence[Table], differences: Sequence[Difference], pair: Sequence[str], more: Sequence[str] = ()
+) -> str:
+    """Everything as Markdown; `more`: lines that follow."""
+    lines = ["# Report", "", *([MEANING, ""] if made else [])]
     for table in made:
-        lines += [f"## {heading(table)}", "", *markdown(COLUMNS, cells_of(table)), ""]
+        lines += [f"## {heading(table.condition)}", "", *markdown(COLUMNS, cells_of(table)), ""]
         lines += [f"- {line}" for line in [*notes(table), *legend(table)]] + [""]
     if differences:
         lines += [f"## {versus(pair)}", "", *markdown(DIFFERENCES, [difference_cells(row) for row in differences]), ""]
-        lines += [f"- {line}" for line in left_out(differences)]
+        lines += [f"- {line}" for line in left_out(differences)] + [""]
+    lines += more
     return "\n".join(lines).rstrip().replace("*", "\\*") + "\n"
 
 
@@ -68,9 +71,9 @@ def markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows)]
 
 
-def heading(table: Table) -> str:
+def heading(condition: Condition) -> str:
     """What all rows of a table share."""
-    target, machine, dtype, temperature, top_k, top_p, length = table.condition
+    target, machine, dtype, temperature, top_k, top_p, length = condition
     law = (
         f"temperature {temperature:g}"
         + (f", top-k {top_k}" if top_k else "")

@@ -57,7 +57,7 @@ def draw(axes: Any, table: Table) -> None:
     axes.axhline(1.0, color="#222222", linewidth=1, linestyle="--", zorder=4)
     axes.set_xticks(range(len(groups)), [mean_name(table) if name == MEAN else name for name in groups])
     axes.set_ylabel("speed-up over plain decoding")
-    axes.set_title(heading(table).replace(", ", "\n", 1), fontsize=9)
+    axes.set_title(heading(table.condition).replace(", ", "\n", 1), fontsize=9)
     axes.grid(axis="y", color="#dddddd", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, ncols=min(len(names), 4), loc="upper center", bbox_to_anchor=(0.5, -0.08))

@@ -75,14 +75,25 @@ def tables(found: Found) -> list[Table]:
 
 def table(condition: Condition, found: Found) -> Table:
     """The figures of one condition; speed-ups may still be found impossible against a baseline of another."""
-    mine = {column: found[column] for column in sorted(found, key=place) if column.condition == condition}
+    mine = {column: runs for column, runs in found.items() if column.condition == condition}
+    return table_of(condition, mine, [run for runs in found.values() for run in runs.values() if run.is_baseline])
+
+
+def table_of(condition: Condition, chosen: Found, baselines: Sequence[Result]) -> Table:
+    """The figures of some of a condition's settings; their means are over the sets that all of these have."""
+    mine = {column: chosen[column] for column in sorted(chosen, key=place)}
     sets = sorted({name for runs in mine.values() for name in runs}, key=place_of_set)
-    shared = [name for name in sets if all(name in runs for runs in mine.values())]
-    baselines = [run for runs in found.values() for run in runs.values() if run.is_baseline]
+    shared = shared_sets(mine)
     rows = [row(column, mine[column][name], baselines) for name in sets for column in mine if name in mine[column]]
     means = [mean_row(column, [mine[column][name] for name in shared], baselines) for column in mine]
     first = {column: next(iter(runs.values())) for column, runs in mine.items()}
     return Table(condition, rows, means if len(shared) > 1 else [], shared, first)
+
+
+def shared_sets(chosen: Found) -> list[str]:
+    """The sets that all of these settings have, in the paper's order."""
+    sets = sorted({name for runs in chosen.values() for name in runs}, key=place_of_set)
+    return [name for name in sets if all(name in runs for runs in chosen.values())]
 
 
 def place(column: Column) -> tuple[str, int, str]:

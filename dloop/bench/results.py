@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from jaxtyping import Float
 
+from dloop.bench.loops import Looped, looped
 from dloop.bench.measure import Response
 from dloop.bench.speedup import Summary, machine
 from dloop.bench.store import read_samples
@@ -40,6 +41,9 @@ NEEDED = {
     "subset": dict,
     "subset.complete": bool,
     "samples": list,
+    "rounds": int,
+    "stages": int,
+    "tokens": int,
     "failures": int,
     "failure_messages": list,
     "data_sha256": str,
@@ -86,6 +90,7 @@ class Result:
     folder: Path
     summary: Summary
     samples: dict[SampleKey, Float[np.ndarray, " 5"]]  # sums over a sample's responses: COUNT .. SECONDS
+    looped: Sequence[Looped] = ()  # of the same responses
 
     @property
     def target(self) -> str:
@@ -167,7 +172,7 @@ def read_pair(folder: Path) -> Result:
         for index, responses in found.samples.items()
         if (sums := sums_of(responses)) is not None
     }
-    result = Result(folder, summary, samples)
+    result = Result(folder, summary, samples, looped(recorded))
     check_tau(result)
     return result
 

@@ -81,6 +81,7 @@ def judged(stages: Stages, at: float) -> Json:
         "brier": calibration.brier(probability, whole),
         "reliability": [bin_json(each) for each in curve],
         "features": {name: feature_auroc(values, whole) for name, values in stages.figures.items()},
+        "feature_points": {n: feature_point(values, whole, opening.opened) for n, values in stages.figures.items()},
     }
 
 
@@ -102,6 +103,14 @@ def why_undefined(count: int, whole: int) -> str | None:
 def feature_auroc(values: np.ndarray, whole: np.ndarray) -> float | None:
     """None too where the drafter has no such feature."""
     return None if np.isnan(values).any() else calibration.auroc(values, whole)
+
+
+def feature_point(values: np.ndarray, whole: np.ndarray, count: int) -> Json:
+    """A feature's openings where it opens as often as the score; null where the drafter has no such feature."""
+    if np.isnan(values).any():
+        return None
+    found = calibration.point_of(values, whole, count)
+    return {"opened": found.opened, "precision": found.precision}
 
 
 def sweep(command: Command, trace: Trace, costs: Costs | None, over: GateSum, most: int) -> list[Json]:

@@ -36,7 +36,6 @@ def plan_of(data: TokenFile, target: HFTarget, step: Step | GraphedStep, setting
     model = step.objective.model
     samples = [data.sample(index).labels for index in range(len(data))]
     at_once = together(settings) * settings.accumulation_steps
-    loop = tuple(range(1, settings.dloop_max_stage + 1)) or (0,)
     return Plan(
         samples=len(data),
         tokens=sum(map(len, samples)),
@@ -45,7 +44,7 @@ def plan_of(data: TokenFile, target: HFTarget, step: Step | GraphedStep, setting
         epochs=settings.num_steps * at_once / len(data),
         samples_a_step=at_once,
         anchors_a_sample=step.objective.settings.num_anchors if isinstance(model.config, BlockConfig) else 0,
-        depths=settings.ttt_lengths or loop,
+        depths=settings.depths,
         parameters=sum(p.numel() for p in model.parameters()),
         target_bytes=sum(p.numel() * p.element_size() for p in target.model.parameters()),
     )

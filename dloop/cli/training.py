@@ -26,6 +26,7 @@ from dloop.cli.train_checks import (
 )
 from dloop.cli.train_data import check_data, is_jsonl, read_jsonl
 from dloop.cli.train_plan import show_plan
+from dloop.cli.train_record import about, recorded
 from dloop.cli.train_show import follow, tracked
 from dloop.cli.train_watch import raise_alarms, ruler_of, tracker_of
 from dloop.detect import detect_family
@@ -112,7 +113,9 @@ def work(command: Command, share: Share, device: str) -> int:
         show_plan(command, data, target, step, settings)
         return 0
     judge_earlier(command.output_dir, model, keeping.ruler)
-    with nullcontext() if share.rank else open_tracker(begun.step) as tracker:
+    facts = about(command, target, objective, settings, fingerprint)
+    record = nullcontext() if share.rank else recorded(command.output_dir, facts, target.device)
+    with record, nullcontext() if share.rank else open_tracker(begun.step) as tracker:
         stream = train(step, data, settings, command.output_dir, begun=begun, keeping=keeping)
         records = follow(tracked(stream, tracker, columns(objective)), settings, begun.step)
     report(command, records, settings, columns(objective))

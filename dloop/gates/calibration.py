@@ -3,6 +3,7 @@
 Statistics of N numbers and N outcomes; what is undefined (one class alone, nothing at all) is None, never nan.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -135,6 +136,11 @@ def point(score: Numbers, outcome: Outcomes, threshold: float) -> Point:
     """Open where the score is at least the threshold, as a fixed gate does."""
     opens = score >= threshold
     return Point(int(opens.sum()), int((opens & outcome).sum()), int(outcome.sum()))
+
+
+def point_of(score: Numbers, outcome: Outcomes, count: int) -> Point:
+    """Open the `count` largest scores, and what ties with the last of them: scores of other units, opened as often."""
+    return point(score, outcome, float(np.sort(score)[-count]) if count else math.inf)
 
 
 def brier(probability: Numbers, outcome: Outcomes) -> float | None:

@@ -41,6 +41,11 @@ class TrainSettings:
     log_interval: int = 50
     save_interval: int = 1000
 
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """What each step draws one of: an unroll's length, or the loop stage; 0 is the host objective alone."""
+        return self.ttt_lengths or tuple(range(1, self.dloop_max_stage + 1)) or (0,)
+
 
 @dataclass
 class Run:
