@@ -570,6 +570,33 @@ def test_rules_read_their_heads():
     assert [pacer.goes_on(seen(index=i)) for i in range(4)] == [True, True, True, False]
 
 
+# Broken rows
+
+
+def test_figures_of_a_broken_row_are_not_those_of_a_certain_one():
+    broken, certain = [math.nan, 0.0, 1.0], [0.0, -math.inf, -math.inf]
+    found = figures(torch.tensor([broken, [math.inf, 0.0, 1.0], certain]))
+    assert found[:2].isnan().all()
+    assert found[2].tolist() == [0.0, math.inf, 0.0]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", RULES)
+def test_a_broken_row_ends_the_stage_and_teaches_nothing(name):
+    rule, broken = rule_for(name), dict.fromkeys(("top_logp", "margin", "entropy", "confidence"), math.nan)
+    certain = {"top_logp": -1e-3, "margin": 7.0, "entropy": 1e-3, "confidence": 7.0, "stage_len": 2}
+    for accepted in (2, 2, 2, 1):
+        rule.begin()
+        if name not in HEAD_OF:
+            assert not Watch(rule, 0, 2).ends(seen(logp=-1e-3, **certain))
+        nan = {"logp": math.nan, "path": math.nan, "mass": math.nan, "hidden": torch.full((V,), math.nan)}
+        watch, first = Watch(rule, 0, 2), 0 if name in HEAD_OF else 1
+        assert any(watch.ends(seen(index=index, **broken | nan, stage_len=2)) for index in range(first, 2))
+        RULES[name].observe(rule, finished(accepted, 2))
+    rule.begin()
+    assert all(value == value for value in vars(rule).values() if isinstance(value, float))
+
+
 # What is refused
 
 
