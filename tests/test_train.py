@@ -1,6 +1,7 @@
 """Training computes what decoding does, resumes exactly, and its replay predicts real decoding."""
 
 import json
+import shutil
 import signal
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import dloop.checkpoint
 import dloop.train.trainer
 from dloop.checkpoint import PIECE, PIECES, sampled_sha256
 from dloop.cli.main import entry
@@ -490,6 +492,26 @@ def test_a_broken_state_is_not_resumed_from(folders, capsys, fault):
         path.write_bytes(path.read_bytes()[:-200])
     assert entry(command(folders, "--resume")) == 2
     assert ("not finite" if fault == "nan" else "cannot be read") in capsys.readouterr().err
+
+
+def test_a_state_of_the_first_form_is_resumed_from_exactly(folders, capsys, monkeypatch):
+    """It keeps no steps for the log, and knows the target by the path that was given."""
+    words = command(folders, "--save-interval", "2", "--log-interval", "4", "--max-steps", "4")
+    with monkeypatch.context() as first:
+        first.setattr(dloop.checkpoint, "sampled_sha256", str)
+        assert entry(words) == 0
+    straight, out = torch.load(latest(folders / "out") / STATE), folders / "out"
+    shutil.rmtree(latest(out))
+    state = torch.load(latest(out) / STATE)
+    assert state["step"] == 2 and len(state.pop("pending")) == 2
+    torch.save(state, latest(out) / STATE)
+    assert entry([*words, "--resume", "--learning-rate", "1"]) == 2
+    assert "another version of dloop" in capsys.readouterr().err
+    assert entry([*words, "--resume"]) == 0
+    assert "means of the steps from 3 on" in capsys.readouterr().err
+    again = torch.load(latest(out) / STATE)
+    assert again["step"] == 4 and again["fingerprint"] != straight["fingerprint"]
+    assert all(torch.equal(value, straight["masters"][name]) for name, value in again["masters"].items())
 
 
 @pytest.mark.parametrize("family", ["good", *BLOCK_FAMILIES])

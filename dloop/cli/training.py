@@ -97,15 +97,15 @@ def work(command: Command, share: Share, device: str) -> int:
     if command.draft_config_path is not None:
         choose_vocabulary(model, data)
     settings = settings_of(command, data, model.config, share)
-    fingerprint = fingerprint_of(command, model, target, settings, data)
+    fingerprints = fingerprints_of(command, model, target, settings, data)
     objective = build_objective(command, model, target, share)
     raise_alarms(command, target, data, objective)
     if share.world > 1 and command.parallel == "fsdp":
         shard(objective)
     optimizer = Optimizer(model.parameters(), command.max_grad_norm)
-    begun = begin(command, model, optimizer, fingerprint)
+    begun = begin(command, model, optimizer, fingerprints)
     step = build_step(command, objective, target, data, optimizer)
-    keeping = Keeping(fingerprint, command.keep_last, None if share.rank else ruler_of(command, target))
+    keeping = Keeping(fingerprints[0], command.keep_last, None if share.rank else ruler_of(command, target))
     check_measures(command.output_dir, keeping.ruler)
     if command.dry_run:
         earlier(command.output_dir / "train.csv", columns(objective), begun.step)
@@ -238,34 +238,33 @@ def attention_of(command: Command, config: HostConfig, device: torch.device) -> 
     return command.attention
 
 
-def begin(command: Command, model: HostModel, optimizer: Optimizer, fingerprint: str) -> Progress:
+def begin(command: Command, model: HostModel, optimizer: Optimizer, fingerprints: list[str]) -> Progress:
     """What is done already: by the checkpoint resumed from, or nothing in a folder that holds none."""
     found = latest(command.output_dir)
     if command.resume and found is not None:
-        return resume(found, model, optimizer, fingerprint)
+        return resume(found, model, optimizer, *fingerprints)
     if found is not None:
         raise UserError(f"{command.output_dir} already holds {found.name}; add --resume or choose another --output-dir")
     return START
 
 
-def fingerprint_of(
+def fingerprints_of(
     command: Command, model: HostModel, target: HFTarget, settings: TrainSettings, data: TokenFile
-) -> str:
+) -> list[str]:
     """Everything that decides the numbers of a run, target, data and starting weights by content; a resume must agree
-    in it.
+    in it. First as it is written, then as earlier versions wrote it.
     """
-    chosen = ("dspark_", "dloop_", "lambda_", "loss_", "num_anc", "position_")  # unroll lengths are among the settings
-    objective = [getattr(command, name) for name in vars(command) if name.startswith(chosen)]
-    facts = (
-        model.config,
-        replace(settings, log_interval=1, save_interval=1, batch_size=together(settings), share=ALONE),
-        objective,
-        checkpoint.sampled_sha256(target.folder) if target.folder else target.name,
-        command.dtype,
-    )
+    prefixes = ("dspark_", "dloop_", "lambda_", "loss_", "num_anc", "position_")  # unroll lengths are in the settings
+    objective = [getattr(command, name) for name in vars(command) if name.startswith(prefixes)]
+    chosen = replace(settings, log_interval=1, save_interval=1, batch_size=together(settings), share=ALONE)
     start = (value.detach().cpu().numpy() for value in model.state_dict().values())
-    found = (facts, data.max_length, digest(data.contents()), digest(start))
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:12]
+    contents = (data.max_length, digest(data.contents()), digest(start))
+    known = checkpoint.sampled_sha256(target.folder) if target.folder else target.name
+    found = [
+        ((model.config, chosen, objective, of_target, command.dtype), *contents)
+        for of_target in (known, command.target_model_path)
+    ]
+    return [hashlib.sha256(repr(facts).encode()).hexdigest()[:12] for facts in found]
 
 
 def digest(arrays: Iterable[np.ndarray]) -> str:
