@@ -150,6 +150,7 @@ def prepare(measured: Sequence[tuple[Run, Store]], data: DataSet, order: Sequenc
     for run, store in measured:
         known = known_of(run, data)
         identities.append({key: known[key] for key in IDENTITY})
+        store.refuse_folders()
         if not run.command.overwrite:
             store.check(identities[-1], order)
     for (run, store), identity in zip(measured, identities, strict=True):

@@ -41,7 +41,7 @@ from dloop.train.cache import cache_features, features_of
 from dloop.train.checkpoint import Keeping, Progress, best, check_measures, judge_earlier, latest, resume, tau_of
 from dloop.train.failing import ending_together
 from dloop.train.flex import Attention, check_flex
-from dloop.train.log import earlier
+from dloop.train.log import CSV, earlier
 from dloop.train.losses import DSparkWeights
 from dloop.train.objective import Objective, ObjectiveSettings
 from dloop.train.objectives import objective_of
@@ -87,7 +87,7 @@ def work(command: Command, share: Share, device: str) -> int:
         if command.on_the_fly_loader:
             print("dloop train: --on-the-fly-loader: a token file holds tokens already", file=sys.stderr)
     open_tracker = tracker_of(command)
-    make_writable(command.output_dir, dry=command.dry_run)
+    make_writable(command.output_dir, CSV, dry=command.dry_run)
     target = load_target(command.target_model_path, command.dtype, device, engine="twin")
     model = start_model(command, target).to(target.device)
     refuse_for_family(command, model.config, target)
@@ -108,7 +108,7 @@ def work(command: Command, share: Share, device: str) -> int:
     keeping = Keeping(fingerprints[0], command.keep_last, None if share.rank else ruler_of(command, target))
     check_measures(command.output_dir, keeping.ruler)
     if command.dry_run:
-        earlier(command.output_dir / "train.csv", columns(objective), begun.step)
+        earlier(command.output_dir / CSV, columns(objective), begun.step)
         show_plan(command, data, target, step, settings)
         return 0
     judge_earlier(command.output_dir, model, keeping.ruler)
