@@ -782,13 +782,31 @@ def test_the_text_is_the_target_s_own_whatever_a_gate_learns(target, taught, gat
 
 
 def test_two_processes_may_write_one_file(tmp_path):
-    """Neither breaks what the other is about to put in place."""
+    """Neither breaks what the other is about to put in place, or writes over what it has put there."""
     path = tmp_path / "gate.json"
     code = (
         "import sys; from pathlib import Path; from dloop.gates.learned import Learned\n"
-        "learned = Learned(); learned.at('auto', sys.argv[2], 3)\n"
-        "for _ in range(1500): learned.save(Path(sys.argv[1]))\n"
+        "for pair in range(150):\n"
+        "    learned = Learned(); learned.at('auto', f'{sys.argv[2]} {pair}', 3)\n"
+        "    learned.save(Path(sys.argv[1]))\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in ("one", "two")]
     assert [each.wait(120) for each in writers] == [0, 0]
-    assert json.loads(path.read_text())["schema"] == 1
+    found = json.loads(path.read_text())["gates"]
+    assert found.keys() == {f"auto | {name} {pair}" for name in ("one", "two") for pair in range(150)}
+    assert [each.name for each in tmp_path.iterdir()] == ["gate.json"]
+
+
+def test_what_another_has_learned_meanwhile_stays(tmp_path):
+    """Of pairs that were read from the file and not asked for."""
+    path, first, second = tmp_path / "gate.json", Learned(), Learned()
+    warm(second.at("auto", "theirs", 3))
+    second.save(path)
+    first.load(path)
+    first.at("auto", "ours", 3)
+    warm(second.at("auto", "theirs", 3))
+    second.save(path)
+    first.save(path)
+    known = json.loads(path.read_text())["gates"]
+    assert known.keys() == {"auto | ours", "auto | theirs"}
+    assert known["auto | theirs"]["rounds"] == second.rounds
