@@ -643,6 +643,9 @@ def test_drafters_that_cannot_are_refused(tmp_path):
         (dspark, {"stop_rule": "disco-ffn", "gate_head": tmp_path / "disco"}, "was trained on dflash states of 32"),
         (dspark, {"stop_rule": "pacer", "gate_head": tmp_path / "disco"}, "is a head of disco"),
         (dspark, {"stop_rule": "pacer", "gate_head": tmp_path / "no"}, "is no folder"),
+        (dspark, {"stop_rule": "pacer", "gate_head": ""}, "gate_head='' is no folder"),
+        (dspark, {"stop_rule": "pacer", "gate_head": "x" * 5000}, "is no folder"),
+        (dspark, {"stop_rule": "pacer", "gate_head": "x\0"}, "is no folder"),
         (dspark, {"stop_rule": "pacer", "gate_head": tmp_path / "empty"}, "config.json"),
         (dspark, {"stop_rule": "pacer", "gate_head": 3}, "must be the folder of a head"),
     ]:
