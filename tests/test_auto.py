@@ -549,6 +549,37 @@ def test_a_step_is_all_rounds_before_the_next_question():
     assert learner.clock.times[1].draft.seen == before
 
 
+def cut_short(stages: int = 1) -> Round:
+    """A rule cut the last of these stages behind its first token, which was right."""
+    draft = chained(*[-0.1] * (stages - 1)).graft(chain([1]))
+    return round_of(draft, list(range(1, draft.depth + 1)), reason="rule", seconds=(1e-3, 2e-3))
+
+
+@pytest.mark.parametrize("live", [1, 3])
+def test_a_step_ends_too_where_rules_cut_all_stages_and_no_gate_is_asked(live):
+    learner = warm(fresh("auto", 3))
+    for _ in range(2):
+        gates = [learner.gate() for _ in range(live)]
+        for _ in range(4):
+            for gate in gates:
+                gate.observe(cut_short())
+    gates[0].opens(chained(-0.1))
+    assert learner.live == live and learner.clock.times.keys() == {1, live.bit_length()}
+    assert learner.clock.times[live.bit_length()].draft.seen == auto.COLD_ROUNDS + 8
+
+
+def test_a_stage_is_not_shared_with_sequences_that_a_rule_will_cut():
+    """As many as in the step before."""
+    learner = warm(fresh("auto", 3))
+    gates = [learner.gate() for _ in range(4)]
+    for gate, cut in zip(gates, (False, True, True, False), strict=True):
+        gate.observe(cut_short() if cut else round_of(chained(-0.1), [1]))
+    gates[0].opens(chained(-0.1))
+    assert learner.live == 4 and learner._waiting(1) == 1
+    gates[3].opens(chained(-0.1))
+    assert learner._waiting(1) == 0
+
+
 # what gates share, and keep
 
 

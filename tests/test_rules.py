@@ -182,6 +182,30 @@ def test_built_in_heads_and_assistants_obey_too(kind):
         assert any(r.stage_records[-1].reason == "rule" for r in out.rounds)
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked(FixedGate):
+    """Notes the drafts that it is asked about."""
+
+    drafts: list[Draft] = dataclasses.field(default_factory=list)
+
+    def opens(self, draft: Draft) -> bool:
+        self.drafts.append(draft)
+        return super().opens(draft)
+
+
+def test_no_gate_is_asked_behind_a_stage_that_a_rule_cut(case, monkeypatch):
+    """Alone, and of many: each decision is one of a round that the rule did not end there."""
+    gate = Asked(float("-inf"))
+    monkeypatch.setattr("dloop.batch.gate_of", lambda *_: gate)
+    settings = Settings(max_new_tokens=12, stop_rule="svip:h=0.35", loop_gate=-2.0, max_stages=3, stop_token_ids=[])
+    for live in (1, 3):
+        gate.drafts.clear()
+        done = list(generate_many(case.target, case.drafter, [PROMPT, [4, 2], [8, 8, 1]], settings, live=live))
+        records = [record for text in done for round in text.rounds for record in round.stage_records]
+        cut = sum(record.reason == "rule" for record in records)
+        assert cut and len(gate.drafts) == len(records) - cut
+
+
 def test_many_sequences_have_a_rule_each(case):
     settings = Settings(max_new_tokens=12, stop_rule="adaedl", loop_gate=-2.0, stop_token_ids=[])
     prompts = [PROMPT, [4, 2], [8, 8, 1]]
