@@ -36,6 +36,7 @@ from dloop.errors import UserError
 from dloop.load import check_device, load_drafter, load_target
 from dloop.misfits import check_pair
 from dloop.targets.hf import HFTarget
+from dloop.train import fingerprint
 from dloop.train.batch import TokenFile
 from dloop.train.cache import cache_features, features_of
 from dloop.train.checkpoint import Keeping, Progress, best, check_measures, judge_earlier, latest, resume, tau_of
@@ -259,10 +260,11 @@ def fingerprints_of(
     chosen = replace(settings, log_interval=1, save_interval=1, batch_size=together(settings), share=ALONE)
     start = (value.detach().cpu().numpy() for value in model.state_dict().values())
     contents = (data.max_length, digest(data.contents()), digest(start))
-    known = checkpoint.sampled_sha256(target.folder) if target.folder else target.name
+    ways = (fingerprint.sampled_sha256, fingerprint.sampled_by_file)
+    known = [way(target.folder) for way in ways] if target.folder else [target.name]
     found = [
         ((model.config, chosen, objective, of_target, command.dtype), *contents)
-        for of_target in (known, command.target_model_path)
+        for of_target in (*known, command.target_model_path)
     ]
     return [hashlib.sha256(repr(facts).encode()).hexdigest()[:12] for facts in found]
 
