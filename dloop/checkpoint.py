@@ -24,7 +24,6 @@ CONVERT = (
 MISFIT = "the checkpoint does not fit its config.json"
 UNQUANTISED = "only float32, bfloat16, float16 and float64 are read: use the checkpoint that is not quantised"
 MAX_REASON = 300
-PIECE, PIECES = 2**16, 64  # bytes of a sampled piece, and about how many a large file gives
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
 SHORT.maxlist = 10
@@ -254,22 +253,6 @@ def write_checkpoint(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-
-
-def sampled_sha256(folder: Path) -> str:
-    """One hash over the config and pieces of all weight files, in name order: at once where all of them take minutes.
-
-    Small files are read whole; of large ones another training moves values in every piece.
-    """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in weight_files(folder):
-        size = file.stat().st_size
-        digest.update(str(size).encode())
-        with file.open("rb") as handle:
-            for place in range(0, size, max(PIECE, size // PIECES)):
-                handle.seek(place)
-                digest.update(handle.read(PIECE))
-    return digest.hexdigest()
 
 
 def sha256(folder: Path) -> str:

@@ -173,9 +173,8 @@ def grow(
         stage = yield replace(ask, anchor=draft.tokens[draft.tip], index=len(records))
         assert isinstance(stage, Stage)
         draft = draft.graft(stage)
-        reason = limits.end(draft, produced, stage_len) or "open" if gate.opens(draft) else "gate"
-        if stage.cut:  # the gate was asked all the same: one that learns has seen every stage
-            reason = "rule"
+        ended = limits.end(draft, produced, stage_len)
+        reason = "rule" if stage.cut else ended or "open" if gate.opens(draft) else "gate"
         if reason != "open":  # the stage stays what it is without the loop
             draft = draft.shed(stage.reserve)
         records.append(

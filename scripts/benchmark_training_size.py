@@ -16,14 +16,12 @@ from typing import cast
 import numpy as np
 import torch
 
-from dloop.bench.latency.models import drafter_config, fill, random_eagle3, random_target
+from dloop.bench.latency.models import Family, drafter_config, fill, random_eagle3, random_target
 from dloop.bench.latency.shapes import ALIASES, SHAPES, Shape, shape_of
 from dloop.bench.store import write
 from dloop.bench.training import costs, matrix_rate
 from dloop.cli.args import option, parse
-from dloop.drafters.dflash import DFlash, DFlashConfig
-from dloop.drafters.domino import Domino, DominoConfig
-from dloop.drafters.dspark import DSpark
+from dloop.drafters.families import build
 from dloop.drafters.host import HostModel
 from dloop.records import hardware, versions
 from dloop.targets.hf import HFTarget
@@ -37,7 +35,6 @@ from dloop.train.step import GraphedStep, Step
 
 HOSTS = ("dspark", "dflash", "domino", "eagle3")
 EXTRAS = {"compile", "graphs", "recompute"}
-BLOCK = 16  # rows of DFlash's and Domino's releases
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -58,18 +55,8 @@ def built(host: str, shape: Shape, target: HFTarget) -> HostModel:
     """A host of the published design, float32 master weights."""
     if host == "eagle3":
         return random_eagle3(shape, target).model.float().requires_grad_(True)
-    config = drafter_config(shape)
-    own = {"markov_rank", "markov_head_type", "confidence_head", "confidence_with_markov", "block_size", "label_shift"}
-    shared = {name: value for name, value in vars(config).items() if name not in own} | {"block_size": BLOCK}
     with DEVICE:
-        match host:
-            case "dspark":
-                model = DSpark(config)
-            case "dflash":
-                model = DFlash(DFlashConfig(**shared, label_shift=1))
-            case _:
-                extra = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}
-                model = Domino(DominoConfig(**shared, label_shift=0, **extra))
+        model = build(drafter_config(shape, family=cast(Family, host)))
     fill(model, seed=1)
     return model
 

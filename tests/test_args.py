@@ -92,6 +92,7 @@ def test_text_that_looks_like_a_flag_stays_text(text):
         (["--gate-sum", "some"], "--gate-sum: got 'some', expected last|all"),
         (["--tree-budget", "x"], "--tree-budget: got 'x', expected INTEGER|host"),
         (["--ids", "1,x"], "--ids: got '1,x', expected INTEGER,...|model"),
+        (["--file", ""], "--file: got '', expected PATH"),
         (["--top-k"], "--top-k: expected one argument"),
         (["stray"], "unrecognized arguments: stray"),
     ],

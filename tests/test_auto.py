@@ -549,6 +549,37 @@ def test_a_step_is_all_rounds_before_the_next_question():
     assert learner.clock.times[1].draft.seen == before
 
 
+def cut_short(stages: int = 1) -> Round:
+    """A rule cut the last of these stages behind its first token, which was right."""
+    draft = chained(*[-0.1] * (stages - 1)).graft(chain([1]))
+    return round_of(draft, list(range(1, draft.depth + 1)), reason="rule", seconds=(1e-3, 2e-3))
+
+
+@pytest.mark.parametrize("live", [1, 3])
+def test_a_step_ends_too_where_rules_cut_all_stages_and_no_gate_is_asked(live):
+    learner = warm(fresh("auto", 3))
+    for _ in range(2):
+        gates = [learner.gate() for _ in range(live)]
+        for _ in range(4):
+            for gate in gates:
+                gate.observe(cut_short())
+    gates[0].opens(chained(-0.1))
+    assert learner.live == live and learner.clock.times.keys() == {1, live.bit_length()}
+    assert learner.clock.times[live.bit_length()].draft.seen == auto.COLD_ROUNDS + 8
+
+
+def test_a_stage_is_not_shared_with_sequences_that_a_rule_will_cut():
+    """As many as in the step before."""
+    learner = warm(fresh("auto", 3))
+    gates = [learner.gate() for _ in range(4)]
+    for gate, cut in zip(gates, (False, True, True, False), strict=True):
+        gate.observe(cut_short() if cut else round_of(chained(-0.1), [1]))
+    gates[0].opens(chained(-0.1))
+    assert learner.live == 4 and learner._waiting(1) == 1
+    gates[3].opens(chained(-0.1))
+    assert learner._waiting(1) == 0
+
+
 # what gates share, and keep
 
 
@@ -782,13 +813,31 @@ def test_the_text_is_the_target_s_own_whatever_a_gate_learns(target, taught, gat
 
 
 def test_two_processes_may_write_one_file(tmp_path):
-    """Neither breaks what the other is about to put in place."""
+    """Neither breaks what the other is about to put in place, or writes over what it has put there."""
     path = tmp_path / "gate.json"
     code = (
         "import sys; from pathlib import Path; from dloop.gates.learned import Learned\n"
-        "learned = Learned(); learned.at('auto', sys.argv[2], 3)\n"
-        "for _ in range(1500): learned.save(Path(sys.argv[1]))\n"
+        "for pair in range(150):\n"
+        "    learned = Learned(); learned.at('auto', f'{sys.argv[2]} {pair}', 3)\n"
+        "    learned.save(Path(sys.argv[1]))\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in ("one", "two")]
     assert [each.wait(120) for each in writers] == [0, 0]
-    assert json.loads(path.read_text())["schema"] == 1
+    found = json.loads(path.read_text())["gates"]
+    assert found.keys() == {f"auto | {name} {pair}" for name in ("one", "two") for pair in range(150)}
+    assert [each.name for each in tmp_path.iterdir()] == ["gate.json"]
+
+
+def test_what_another_has_learned_meanwhile_stays(tmp_path):
+    """Of pairs that were read from the file and not asked for."""
+    path, first, second = tmp_path / "gate.json", Learned(), Learned()
+    warm(second.at("auto", "theirs", 3))
+    second.save(path)
+    first.load(path)
+    first.at("auto", "ours", 3)
+    warm(second.at("auto", "theirs", 3))
+    second.save(path)
+    first.save(path)
+    known = json.loads(path.read_text())["gates"]
+    assert known.keys() == {"auto | ours", "auto | theirs"}
+    assert known["auto | theirs"]["rounds"] == second.rounds

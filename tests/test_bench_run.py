@@ -402,6 +402,19 @@ def test_the_baseline_takes_the_flags_of_the_runs_beside_it(tiny, tmp_path, caps
     assert "mtp_k=0 must be at least 1 and at most 1024" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [(), ("--overwrite",)], ids=["", "overwrite"])
+@pytest.mark.parametrize("name", ["summary.json", "rounds.jsonl", "gate-rank-0.json", "parts/run.json"])
+def test_a_folder_where_a_file_goes_is_told_of_before_anything_is_decoded(tiny, tmp_path, capsys, name, more):
+    command = tiny.words(tmp_path, "--loop-gate", "auto", "--max-samples", "1", *more)
+    assert entry(command) == 0
+    (path,) = (each.parent / name for each in tmp_path.rglob("summary.json"))
+    path.unlink(missing_ok=True)
+    path.mkdir(parents=True)
+    capsys.readouterr()
+    assert entry(command) == 2
+    assert f"{path} is a folder, where a file is to be written" in capsys.readouterr().err
+
+
 def test_another_run_in_the_same_folder_is_refused(tiny, tmp_path, capsys):
     words = tiny.words(tmp_path, "--max-samples", "2")
     assert entry(words) == 0

@@ -449,6 +449,37 @@ def test_what_a_gate_learned_goes_from_run_to_run(tiny, capsys, tmp_path):
     assert "--gate-state keeps what --loop-gate auto learns" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "place", "message"),
+    [
+        *((command, "no/gate.json", "in a folder that is there") for command in ("generate", "chat", "bench")),
+        *((command, ".", "is a folder, where a file") for command in ("generate", "chat", "bench")),
+        ("bench", "gate.json", "no gate's state"),  # others read it when they have loaded, and then write it
+        ("bench", "none.json", "cannot be read"),
+    ],
+)
+def test_a_gate_s_state_that_will_not_do_is_told_of_before_anything_is_loaded(
+    tmp_path, capsys, command, place, message
+):
+    (tmp_path / "gate.json").write_text("nothing")
+    (tmp_path / "mine.jsonl").write_text('{"turns": ["Hello"]}\n')
+    data = ["--dataset", "mine", "--data-dir", str(tmp_path)]
+    words = [command, "--model", "missing", "--draft-model", "missing", "--loop-gate", "auto"]
+    words += {"generate": ["--prompt", "Hello"], "chat": [], "bench": data}[command]
+    assert entry([*words, "--gate-state", str(tmp_path / place)]) == 2
+    line = capsys.readouterr().err.strip()
+    assert message in line and "\n" not in line
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_nothing_is_decoded_where_the_gate_s_state_cannot_be_written(tiny, capsys, monkeypatch, command):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    words = [*tiny.words, *(["--prompt", "Hello"] if command == "generate" else [])]
+    assert entry([command, *words, "--loop-gate", "auto", "--gate-state", "/proc/gate.json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "/proc/gate.json cannot be written" in err
+
+
 def test_a_text_of_one_token_has_no_speed(tiny, capsys):
     document = generated(capsys, *tiny.words, "--prompt", "Hello", "--max-new-tokens", "1")
     assert document["tokens_per_s"] is None and document["acceptance_length"] is None and document["rounds"] == []

@@ -356,12 +356,24 @@ def test_costs_are_given_or_read_from_the_published_file():
     assert near == read_costs(path, "dspark", "fast", 1024, 9**9) and "after 1024 tokens" in near.source
     assert near.verify(np.array([16]))[0] == entries[1024]["rows"]["16"]["fast_ms"]
     assert near.later_ms == entries[1024]["stage_ms"]["later"]["fast_ms"]
+    old = read_costs(path, "dflash", "fast", 1024, 0)
+    assert old.later_ms == near.later_ms and "DSpark's stages of 7 tokens in place of dflash's" in old.source
     chain = read_costs(path, "eagle3", "twin", 16384, 0)
     assert chain.first_ms == entries[16384]["stage_ms"]["eagle3_chain"]["twin_ms"]
     with pytest.raises(UserError, match="--cost-context 7 is not in .*; it has 1024, 16384"):
         read_costs(path, "dspark", "fast", 7, 0)
     with pytest.raises(UserError, match="has no stages of mtp"):
         read_costs(path, "mtp", "fast", None, 0)
+
+
+def test_a_block_family_has_times_of_its_own(tmp_path):
+    stage = {"first": 1.0, "later": 2.0, "dflash_first": 3.0, "dflash_later": 4.0, "extend": 0.5}
+    stages = {name: {"fast_ms": value, "stage_len": 15} for name, value in stage.items()} | {"host": {"loop_ms": 0.1}}
+    about = {"context": 9, "shape": "s", "gpu": "g", "drafter": {"stage_len": 7}}
+    (tmp_path / "l.json").write_text(json.dumps([{**about, "rows": {"1": {"fast_ms": 6.0}}, "stage_ms": stages}]))
+    found = read_costs(tmp_path / "l.json", "dflash", "fast", None, 0)
+    assert (found.first_ms, found.later_ms, found.extend_ms) == (3.0, 4.0, 0.5)
+    assert found.source.endswith("fast, stages of 15 tokens")
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from dloop.bench.latency.models import drafter_config, random_drafter, random_pa
 from dloop.bench.latency.replay import Work, play, sessions, work_of
 from dloop.bench.latency.rounds import Chance, Script, Step, drawn_scripts, read_scripts
 from dloop.bench.latency.shapes import SHAPES, shape_of, smaller
+from dloop.bench.latency.stages import block_stages
 from dloop.bench.latency.timing import Ceilings, Job, in_turns, measure_ceilings
 from dloop.bench.latency.verify import Stock, Verifiers, chain
 from dloop.bench.measure import Response
 from dloop.bench.store import lines_of
 from dloop.cli.main import entry
-from dloop.drafters.dspark import DSpark
+from dloop.drafters.families import build
 from dloop.errors import UserError
 from dloop.fast.target import FastTarget
 from dloop.loop import Session
@@ -103,12 +104,19 @@ def built_on_meta(name: str):
         return random_target(SHAPES[name], META, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("name", "published"), [("qwen3-4b", 615_221_249), ("qwen3-8b", 1_126_422_017)])
-def test_the_drafter_has_the_published_number_of_parameters(name, published):
-    with META:
-        model = DSpark(drafter_config(SHAPES[name]))
-    assert sum(weight.numel() for weight in model.parameters()) == published
-    assert drafter_config(SHAPES[name]).target_layer_ids == (1, 9, 17, 25, 33)
+@pytest.mark.parametrize(
+    ("family", "published"),
+    [
+        ("dspark", (615_221_249, 1_126_422_017)),
+        ("dflash", (537_427_200, 1_048_626_432)),
+        ("domino", (588_250_368, 1_104_561_408)),
+    ],
+)
+def test_drafters_have_the_published_numbers_of_parameters(family, published):
+    for name, count in zip(("qwen3-4b", "qwen3-8b"), published, strict=True):
+        with META:
+            model = build(drafter_config(SHAPES[name], family=family))
+        assert sum(weight.numel() for weight in model.parameters()) == count
 
 
 def test_random_weights_are_seeded_and_give_finite_logits_in_bfloat16():
@@ -153,6 +161,40 @@ def test_bytes_and_operations_count_each_weight_once(pair):
     assert extend_cost(pair.drafter, 5).num_bytes == 4 * (fused + 5 * (2 * 64 + 2 * 2 * 2 * 16))
     markov = config.vocab_size * 256 * config.block_size  # read again for every token
     assert stage_cost(pair.drafter, 0).num_bytes > 4 * (markov + target.vocabulary.head.numel())
+
+
+@pytest.mark.parametrize("family", ["dflash", "domino"])
+def test_a_family_s_own_head_is_read_again_for_every_token(pair, family):
+    """Beside the backbone, over blocks of 16."""
+    drafter = random_drafter(shape_of("tiny"), pair.target, family=family)
+    backbone = [
+        w for name, w in drafter.model.named_parameters() if name.startswith("layers.") or name == "norm.weight"
+    ]
+    shared = (
+        sum(weight.numel() for weight in backbone) + 512 * 64 + 2 * 2 * 2 * 16 * 20 + 16 * 64
+    )  # head, k and v, rows
+    gru, projection = 3 * 1024 * (64 + 1024), 256 * (64 + 1024) + 512 * 256
+    own = {"dflash": 0, "domino": 16 * (gru + 64) + 15 * projection}[family]  # the first row goes uncorrected
+    cost = stage_cost(drafter, 20)
+    assert cost.num_bytes == 4 * (shared + own)
+    matrices = sum(weight.numel() for weight in backbone if weight.ndim > 1)
+    products = (
+        16 * matrices + drafter.stage_len * 512 * 64 + {"dflash": 0, "domino": 16 * gru + 15 * projection}[family]
+    )
+    assert cost.flop == 2 * products + 4 * 16 * (20 + 16) * 2 * 4 * 16
+
+
+@pytest.mark.parametrize("family", ["dflash", "domino"])
+def test_stages_of_other_families_are_those_that_decoding_drafts(pair, family):
+    """On both engines, the first and a further one."""
+    drafter = random_drafter(shape_of("tiny"), pair.target, family=family)
+    pieces = block_stages(drafter, pair.target, 20, 64)
+    for kind in (f"{family}_first", f"{family}_later"):
+        found = {}
+        for job in pieces[kind].jobs:
+            job.prepare()
+            (found[job.name],) = job.work()
+        assert {len(stage.tokens) for stage in found.values()} == {drafter.stage_len} and len(found) == 2
 
 
 # timing
@@ -200,6 +242,9 @@ def check_entry(found: dict, context: int) -> None:
     for row in found["rows"].values():
         assert set(row) == {"stock_ms", "twin_ms", "fast_ms", "floor_ms"} and min(row.values()) > 0
     kinds = {"first", "later", "extend", "eagle3_chain", "eagle3_later", "eagle3_tree"}
+    lengths = {f"{family}_{which}": k for family, k in (("dflash", 15), ("domino", 16)) for which in ("first", "later")}
+    kinds |= lengths.keys()
+    assert {kind: found["stage_ms"][kind]["stage_len"] for kind in lengths} == lengths
     assert set(found["stage_ms"]) == kinds | {"host"}
     for kind in kinds:
         stage = found["stage_ms"][kind]

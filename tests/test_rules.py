@@ -182,6 +182,30 @@ def test_built_in_heads_and_assistants_obey_too(kind):
         assert any(r.stage_records[-1].reason == "rule" for r in out.rounds)
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked(FixedGate):
+    """Notes the drafts that it is asked about."""
+
+    drafts: list[Draft] = dataclasses.field(default_factory=list)
+
+    def opens(self, draft: Draft) -> bool:
+        self.drafts.append(draft)
+        return super().opens(draft)
+
+
+def test_no_gate_is_asked_behind_a_stage_that_a_rule_cut(case, monkeypatch):
+    """Alone, and of many: each decision is one of a round that the rule did not end there."""
+    gate = Asked(float("-inf"))
+    monkeypatch.setattr("dloop.batch.gate_of", lambda *_: gate)
+    settings = Settings(max_new_tokens=12, stop_rule="svip:h=0.35", loop_gate=-2.0, max_stages=3, stop_token_ids=[])
+    for live in (1, 3):
+        gate.drafts.clear()
+        done = list(generate_many(case.target, case.drafter, [PROMPT, [4, 2], [8, 8, 1]], settings, live=live))
+        records = [record for text in done for round in text.rounds for record in round.stage_records]
+        cut = sum(record.reason == "rule" for record in records)
+        assert cut and len(gate.drafts) == len(records) - cut
+
+
 def test_many_sequences_have_a_rule_each(case):
     settings = Settings(max_new_tokens=12, stop_rule="adaedl", loop_gate=-2.0, stop_token_ids=[])
     prompts = [PROMPT, [4, 2], [8, 8, 1]]
@@ -570,6 +594,33 @@ def test_rules_read_their_heads():
     assert [pacer.goes_on(seen(index=i)) for i in range(4)] == [True, True, True, False]
 
 
+# Broken rows
+
+
+def test_figures_of_a_broken_row_are_not_those_of_a_certain_one():
+    broken, certain = [math.nan, 0.0, 1.0], [0.0, -math.inf, -math.inf]
+    found = figures(torch.tensor([broken, [math.inf, 0.0, 1.0], certain]))
+    assert found[:2].isnan().all()
+    assert found[2].tolist() == [0.0, math.inf, 0.0]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", RULES)
+def test_a_broken_row_ends_the_stage_and_teaches_nothing(name):
+    rule, broken = rule_for(name), dict.fromkeys(("top_logp", "margin", "entropy", "confidence"), math.nan)
+    certain = {"top_logp": -1e-3, "margin": 7.0, "entropy": 1e-3, "confidence": 7.0, "stage_len": 2}
+    for accepted in (2, 2, 2, 1):
+        rule.begin()
+        if name not in HEAD_OF:
+            assert not Watch(rule, 0, 2).ends(seen(logp=-1e-3, **certain))
+        nan = {"logp": math.nan, "path": math.nan, "mass": math.nan, "hidden": torch.full((V,), math.nan)}
+        watch, first = Watch(rule, 0, 2), 0 if name in HEAD_OF else 1
+        assert any(watch.ends(seen(index=index, **broken | nan, stage_len=2)) for index in range(first, 2))
+        RULES[name].observe(rule, finished(accepted, 2))
+    rule.begin()
+    assert all(value == value for value in vars(rule).values() if isinstance(value, float))
+
+
 # What is refused
 
 
@@ -616,6 +667,9 @@ def test_drafters_that_cannot_are_refused(tmp_path):
         (dspark, {"stop_rule": "disco-ffn", "gate_head": tmp_path / "disco"}, "was trained on dflash states of 32"),
         (dspark, {"stop_rule": "pacer", "gate_head": tmp_path / "disco"}, "is a head of disco"),
         (dspark, {"stop_rule": "pacer", "gate_head": tmp_path / "no"}, "is no folder"),
+        (dspark, {"stop_rule": "pacer", "gate_head": ""}, "gate_head='' is no folder"),
+        (dspark, {"stop_rule": "pacer", "gate_head": "x" * 5000}, "is no folder"),
+        (dspark, {"stop_rule": "pacer", "gate_head": "x\0"}, "is no folder"),
         (dspark, {"stop_rule": "pacer", "gate_head": tmp_path / "empty"}, "config.json"),
         (dspark, {"stop_rule": "pacer", "gate_head": 3}, "must be the folder of a head"),
     ]:

@@ -1,6 +1,7 @@
 """Training computes what decoding does, resumes exactly, and its replay predicts real decoding."""
 
 import json
+import shutil
 import signal
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import dloop.train.trainer
-from dloop.checkpoint import PIECE, PIECES, sampled_sha256
+from dloop.checkpoint import write_checkpoint
 from dloop.cli.main import entry
 from dloop.detect import BLOCK_FAMILIES
 from dloop.drafters.gap import READINGS, gap_rows
@@ -20,6 +21,7 @@ from dloop.train.anchors import Anchors, sample_anchors
 from dloop.train.batch import TokenFile, TrainBatch, batches, plan_epoch
 from dloop.train.cache import cache_features, features_of
 from dloop.train.checkpoint import STATE, Keeping, latest, resume
+from dloop.train.fingerprint import PIECE, PIECES, sampled_by_file, sampled_sha256
 from dloop.train.losses import decay_weights, lambda_base
 from dloop.train.objective import ObjectiveSettings
 from dloop.train.objectives import objective_of
@@ -492,6 +494,29 @@ def test_a_broken_state_is_not_resumed_from(folders, capsys, fault):
     assert ("not finite" if fault == "nan" else "cannot be read") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("known", [str, sampled_by_file])
+def test_a_state_of_an_earlier_form_is_resumed_from_exactly(folders, capsys, monkeypatch, known):
+    """The first keeps no steps for the log, and knows the target by the path that was given."""
+    words = command(folders, "--save-interval", "2", "--log-interval", "4", "--max-steps", "4")
+    with monkeypatch.context() as first:
+        first.setattr("dloop.train.fingerprint.sampled_sha256", known)
+        assert entry(words) == 0
+    straight, out = torch.load(latest(folders / "out") / STATE), folders / "out"
+    shutil.rmtree(latest(out))
+    state = torch.load(latest(out) / STATE)
+    assert state["step"] == 2 and len(state["pending"]) == 2
+    if known is str:
+        del state["pending"]
+    torch.save(state, latest(out) / STATE)
+    assert entry([*words, "--resume", "--learning-rate", "1"]) == 2
+    assert "another version of dloop" in capsys.readouterr().err
+    assert entry([*words, "--resume"]) == 0
+    assert ("means of the steps from 3 on" in capsys.readouterr().err) == (known is str)
+    again = torch.load(latest(out) / STATE)
+    assert again["step"] == 4 and again["fingerprint"] != straight["fingerprint"]
+    assert all(torch.equal(value, straight["masters"][name]) for name, value in again["masters"].items())
+
+
 @pytest.mark.parametrize("family", ["good", *BLOCK_FAMILIES])
 def test_replay_predicts_real_decoding_at_every_gate(family):
     target = tiny_target("qwen3", seed=5)
@@ -653,17 +678,29 @@ def test_a_target_is_known_by_its_weights_and_not_by_its_path(folders, capsys, m
     assert "other settings" in capsys.readouterr().err
 
 
-def test_a_sampled_hash_sees_the_whole_length_of_large_files(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    path, found = tmp_path / "model.safetensors", set()
-    content = bytearray(3 * PIECE * PIECES + 5)
+def sampled(folder, tensors) -> str:
+    write_checkpoint(folder, {}, tensors)
+    return sampled_sha256(folder)
+
+
+def test_a_sampled_hash_sees_the_whole_length_of_large_tensors(tmp_path):
+    values, found = torch.zeros(3 * PIECE * PIECES + 5, dtype=torch.uint8), set()
     for place in (None, 0, PIECE - 1, 3 * PIECE, 3 * PIECE * PIECES + 4):
         if place is not None:
-            content[place] ^= 1
-        path.write_bytes(content)
-        found.add(sampled_sha256(tmp_path))
-    path.write_bytes(content[:-1])
-    assert len(found | {sampled_sha256(tmp_path)}) == 6
+            values[place] ^= 1
+        found.add(sampled(tmp_path, {"large": values}))
+    assert len(found | {sampled(tmp_path, {"large": values[:-1]}), sampled(tmp_path, {"other": values})}) == 7
+
+
+def test_a_sampled_hash_sees_every_tensor_however_small(tmp_path):
+    """Norms and biases lie between matrices that are sampled."""
+    sizes = {"bias": 1, "matrix": 2**18, "norm": 8}
+    tensors = {f"{layer}.{name}": torch.zeros(size) for layer in range(9) for name, size in sizes.items()}
+    found = {sampled(tmp_path, tensors)}
+    for value in tensors.values():
+        value[0] = 1
+        found.add(sampled(tmp_path, tensors))
+    assert len(found) == 1 + len(tensors)
 
 
 @pytest.mark.parametrize("kind", ["flat", "lens", "clip", "start"])

@@ -140,6 +140,14 @@ def test_the_choice_goes_beside_the_drafter_of_the_record(folder, capsys):  # no
     place.unlink()
 
 
+def test_a_folder_where_the_choice_goes_is_told_of(folder, capsys):  # noqa: F811
+    place = folder / "drafter" / tune_run.FILE
+    place.mkdir()
+    found = refused(capsys, "tune", "--trace", str(folder / "trace.npz"), *COSTS)
+    assert f"{place} is a folder, where a file is to be written" in found
+    place.rmdir()
+
+
 def test_a_drafter_with_a_choice_beside_it_still_loads(folder, capsys, tmp_path):  # noqa: F811
     shutil.copytree(folder / "drafter", tmp_path / "drafter")
     where = ["--draft-model", str(tmp_path / "drafter")]

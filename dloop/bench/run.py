@@ -24,6 +24,7 @@ from dloop.cli.bench import Command, as_generate, setting_name
 from dloop.cli.race import bar
 from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
+from dloop.gates.learned import read
 from dloop.load import load_drafter, load_target
 from dloop.records import SCHEMA, Json, dumps, hardware, plain, versions
 from dloop.settings import Settings
@@ -57,6 +58,8 @@ def bench(commands: Sequence[Command], names: Sequence[str], drafters: Sequence[
     """Measure these sets with each command's setting, in turns; 1 if any response failed."""
     hush()
     command = commands[0]
+    for given in (each.gate_state for each in commands if each.gate_state is not None):
+        read(given)  # now, not after the warm-up
     sets = [load(name, command.data_dir, command.max_samples) for name in names]
     with joined() as ranks:
         target, tokenizer = load_both(command, ranks)
@@ -150,6 +153,7 @@ def prepare(measured: Sequence[tuple[Run, Store]], data: DataSet, order: Sequenc
     for run, store in measured:
         known = known_of(run, data)
         identities.append({key: known[key] for key in IDENTITY})
+        store.refuse_folders()
         if not run.command.overwrite:
             store.check(identities[-1], order)
     for (run, store), identity in zip(measured, identities, strict=True):

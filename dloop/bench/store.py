@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from dloop.bench.measure import HeaderJson, Response
-from dloop.errors import UserError
+from dloop.errors import UserError, refuse_folder
 from dloop.records import RoundJson, dumps
 
 
@@ -52,6 +52,12 @@ class Store:
             raise UserError(f"{self.folder} holds a run with another {', '.join(different)}; {ways}")
         if more := self.recorded().keys() - set(samples):
             raise UserError(f"{self.folder} holds {len(more)} samples that this run leaves out; {ways}")
+
+    def refuse_folders(self) -> None:
+        """Raises UserError where folders stand for files of results."""
+        found = (*self.folder.glob("gate-rank-*.json"), *self.parts.glob("*.jsonl"))
+        for path in (self.rounds, self.summary, self.parts / "run.json", *found):
+            refuse_folder(path, "--output-dir")
 
     def prepare(self, identity: Mapping[str, object]) -> None:
         """Make the folder ready for all ranks; called by one of them before any other goes on."""

@@ -139,6 +139,8 @@ def read(hint: object, text: str) -> object:
                 return read(arm, text)
     if origin is tuple:
         return tuple(read(get_args(hint)[0], part.strip()) for part in text.split(",")) if text else ()
+    if hint is Path and not text:
+        raise ValueError("Path('') would be the folder where one stands")
     if origin is None:
         return cast(Callable[[str], object], hint)(text)
     return get_args(hint)[get_args(hint).index(text)]  # a Literal; ValueError if it is none of these

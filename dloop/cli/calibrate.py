@@ -35,4 +35,4 @@ def check(command: Command) -> None:
     """What can be told before the trace is read."""
     check_thresholds("loop-gate", command.loop_gate)
     check_thresholds("at", (command.at,))
-    check_costed(command, (command.plot,))
+    check_costed(command, command.plot)

@@ -8,7 +8,7 @@ from typing import Literal
 from dloop.cli.args import Common, option
 from dloop.cli.demo import PROMPTS
 from dloop.cli.generate import MODELS, OFFLINE
-from dloop.errors import UserError
+from dloop.errors import UserError, refuse_output
 
 DEFAULT_PROMPTS = ("code", "story")  # one with long accepted runs, one with many rejections
 TEXTS, SAMPLING = "texts", "sampling"
@@ -74,8 +74,7 @@ def check(command: Command) -> None:
         )
     if any(not text.strip() for text in command.prompt):
         raise UserError("--prompt is empty; give a text, or leave it out")
-    if command.output is not None and (command.output.is_dir() or not command.output.absolute().parent.is_dir()):
-        raise UserError(f"--output {command.output} must be a file in a folder that is there")
+    refuse_output(command.output, "--output")
 
 
 def drafter_name(model: str, draft_model: str | None, prog: str, why: str) -> str:

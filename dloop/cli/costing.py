@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from dloop.cli.args import Common, option, required
-from dloop.errors import UserError
+from dloop.errors import UserError, refuse_output
 
 GATES, COSTS, OUTPUT = "gates", "costs", "output"
 
@@ -32,7 +32,7 @@ class Costed(Common):
     output: Path | None = option(None, "also write the document of --json to this file", group=OUTPUT)
 
 
-def check_costed(command: Costed, outputs: tuple[Path | None, ...]) -> None:
+def check_costed(command: Costed, plot: Path | None) -> None:
     """Sums, stages, costs that are given once and whole, and files that can be written."""
     if not command.gate_sum:
         raise UserError("--gate-sum must be last, all, or last,all")
@@ -44,9 +44,8 @@ def check_costed(command: Costed, outputs: tuple[Path | None, ...]) -> None:
         raise UserError("--costs and --stage-ms both say what a round costs; give one")
     if command.cost_context is not None and command.costs is None:
         raise UserError("--cost-context picks from --costs FILE, which is not given")
-    for path in filter(None, (command.output, *outputs)):
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise UserError(f"{path} must be a file in a folder that is there")
+    refuse_output(command.output, "--output")
+    refuse_output(plot, "--plot")
 
 
 def check_thresholds(name: str, thresholds: tuple[float, ...]) -> None:

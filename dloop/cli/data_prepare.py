@@ -11,7 +11,7 @@ from typing import Literal
 from dloop.cli.args import Common, option
 from dloop.data.conversations import Conversation, Skipped
 from dloop.data.prepare import fetch, parsed, read_any, write_line
-from dloop.errors import UserError
+from dloop.errors import UserError, refuse_folder
 
 FOLDER = Path("cache/dataset")
 
@@ -61,6 +61,8 @@ def refuse(command: Command, output: Path, listed: Path) -> None:
         raise UserError(f"--input {command.input} does not exist; give a .jsonl of conversations")
     if command.input is not None and any(path.exists() and path.samefile(command.input) for path in (output, listed)):
         raise UserError(f"--input {command.input} would be overwritten; give another --output")
+    for path in (output, listed):
+        refuse_folder(path, "--output")
     if command.max_samples is not None and command.max_samples < 1:
         raise UserError(f"--max-samples {command.max_samples} must be at least 1")
 

@@ -13,7 +13,7 @@ from dloop.cli.args import Common, option, required
 from dloop.data.conversations import Skipped
 from dloop.data.prepare import read_any
 from dloop.data.servers import Asked, Asking, ask_all, read_address
-from dloop.errors import UserError
+from dloop.errors import UserError, refuse_folder
 
 SERVERS, DATA, SAMPLING = "servers", "data", "sampling"
 
@@ -95,9 +95,12 @@ def refuse(command: Command) -> None:
     for name, least in (("concurrency", 1), ("retries", 0), ("retry_wait", 0), ("timeout", 0), ("max_tokens", 1)):
         if not getattr(command, name) >= least:
             raise UserError(f"--{name.replace('_', '-')} {getattr(command, name)} must be at least {least}")
-    for path in (command.input_file_path, command.output_file_path):
+    output = command.output_file_path
+    for path in (command.input_file_path, output):
         if path.suffix != ".jsonl":
             raise UserError(f"{path} must end in .jsonl")
+    for beside in ("", ".json", ".parts"):
+        refuse_folder(output.with_name(f"{output.name}{beside}"), "--output-file-path")
     if not command.input_file_path.is_file():
         raise UserError(f"--input-file-path {command.input_file_path} does not exist; make it with dloop data prepare")
 

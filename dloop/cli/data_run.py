@@ -24,7 +24,7 @@ from dloop.data.answers import Answer, Parts
 from dloop.data.prompts import Prompts, prompt_encoder, read_questions
 from dloop.data.regenerate import built_in, regenerate, write_conversations, write_tokens
 from dloop.data.tokenise import SHOWN
-from dloop.errors import UserError
+from dloop.errors import UserError, refuse_folder
 from dloop.load import load_target
 from dloop.records import SCHEMA, Json, dumps, hardware, plain, versions
 from dloop.settings import Settings, sampling_of
@@ -65,7 +65,9 @@ def write_data(command: Command) -> int:
 
 
 def refuse_to_overwrite(command: Command, parts: Parts) -> None:
-    """Raises UserError where an earlier run left something and --resume is not given."""
+    """Raises UserError where folders stand for files, or an earlier run left something and --resume is not given."""
+    for path in (command.output, record_of(command.output), record_of(parts.folder)):
+        refuse_folder(path, "--output")
     if command.resume:
         return
     if command.output.exists():

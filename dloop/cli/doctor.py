@@ -8,7 +8,7 @@ from dloop.cli.args import Common, option
 from dloop.cli.check import drafter_name
 from dloop.cli.generate import MODELS, OFFLINE
 from dloop.diagnosis.prompts import PROMPTS
-from dloop.errors import UserError
+from dloop.errors import UserError, refuse_output
 
 TEXTS = "texts"
 LEAST_TOKENS = 8
@@ -63,8 +63,7 @@ def check(command: Command) -> list[str]:
         raise UserError(
             f"--max-new-tokens {command.max_new_tokens} leaves too little to draft on; give at least {LEAST_TOKENS}"
         )
-    if command.output is not None and (command.output.is_dir() or not command.output.absolute().parent.is_dir()):
-        raise UserError(f"--output {command.output} must be a file in a folder that is there")
+    refuse_output(command.output, "--output")
     if command.prompts is None:
         return list(PROMPTS)
     try:

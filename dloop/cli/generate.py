@@ -10,7 +10,7 @@ from typing import Literal
 
 from dloop.chat import Message, read_messages
 from dloop.cli.args import Common, option, required
-from dloop.errors import UserError
+from dloop.errors import UserError, refuse_output
 
 PROMPT, LOOP, SAMPLING, TREES, MODELS = "prompt (one of these)", "loop", "sampling and end", "other families", "models"
 OFFLINE, OWN_DRAFTER = "smollm2", "demo"
@@ -141,6 +141,7 @@ def drafter_name(command: Decoding, prog: str = "dloop generate") -> str | None:
     """The drafter to load; None is plain decoding."""
     if command.gate_state is not None and not isinstance(command.loop_gate, str):
         raise UserError("--gate-state keeps what --loop-gate auto learns; give both, or leave it out")
+    refuse_output(command.gate_state, "--gate-state")
     if command.baseline:
         defaults = {field.name: field.default for field in dataclasses.fields(command)}
         given = [name for name in LOOP_ONLY if getattr(command, name) != defaults[name]]

@@ -44,7 +44,7 @@ def check(command: Command) -> None:
     """What can be told before the trace is read."""
     if not command.loop_gate or any(gate != gate for gate in command.loop_gate):
         raise UserError("--loop-gate must be thresholds joined by commas, such as 1.0,-0.5,-inf, or auto")
-    check_costed(command, (command.plot,))
+    check_costed(command, command.plot)
     has_costs = bool(command.stage_ms) or command.costs is not None
     if command.plot is not None and not has_costs:
         raise UserError("--plot draws tokens/s, which need --costs FILE, or --stage-ms and --verify-ms")

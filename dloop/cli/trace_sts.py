@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dloop.cli.args import Common, option, required
-from dloop.errors import UserError
+from dloop.errors import UserError, refuse_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,9 @@ class Command(Common):
 
 
 def run(command: Command) -> int | None:
+    refuse_output(command.output, "--output")
     if command.output.exists() and not command.overwrite:
         raise UserError(f"--output {command.output} exists; choose another name, or add --overwrite")
-    if not command.output.absolute().parent.is_dir():
-        raise UserError(f"--output {command.output} must be a file in a folder that is there")
     from dloop.bench.reporting import save
     from dloop.gates.trace import load
     from dloop.rules.replayed import pairs_of

@@ -9,7 +9,7 @@ from typing import cast
 from dloop.cli.train import MOST_STEPS, Command
 from dloop.detect import BLOCK_FAMILIES, CHAIN_FAMILIES
 from dloop.drafters.host import HostConfig
-from dloop.errors import UserError
+from dloop.errors import UserError, refuse_folder
 from dloop.targets.hf import HFTarget
 from dloop.train.parallel import Share, from_environment
 
@@ -108,10 +108,12 @@ def refuse_numbers(command: Command) -> None:
         raise UserError(f"--ttt-length-dist {given} must be lengths from 1 to {MOST_STEPS}, such as 7,14,21")
 
 
-def make_writable(folder: Path, *, dry: bool) -> None:
-    """Make the output folder, unless `dry`. Raises UserError if it cannot be made or written to: now, not after the
-    first steps.
+def make_writable(folder: Path, *files: str, dry: bool) -> None:
+    """Make the output folder, unless `dry`. Raises UserError if it cannot be made or written to, or has folders where
+    these files will go: now, not after the first steps.
     """
+    for name in files:
+        refuse_folder(folder / name, "--output-dir")
     try:
         if not dry:
             folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from dloop.drafters.gemma4_config import FAMILY as GEMMA_FAMILY
 from dloop.drafters.host import HostDrafter
 from dloop.errors import UserError
 from dloop.load import load_drafter, load_target
-from dloop.rules.heads import HEADS, Examples, Head, save_head
+from dloop.rules.heads import CONFIG, HEADS, WEIGHTS, Examples, Head, save_head
 from dloop.sampling import sample_seed
 from dloop.targets.hf import HFTarget
 from dloop.train.batch import TokenFile
@@ -44,7 +44,7 @@ class Pair:
 def train(command: Command) -> int:
     """Draft, fit and write; the folder, or with --json the passes, on standard output."""
     hush()
-    make_writable(command.output_dir, dry=False)
+    make_writable(command.output_dir, RUN, STATE, CONFIG, WEIGHTS, dry=False)
     pair = load(command)
     settle(command, pair)
     count = len(pair.data) if command.max_samples is None else min(command.max_samples, len(pair.data))

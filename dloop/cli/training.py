@@ -37,12 +37,13 @@ from dloop.errors import UserError
 from dloop.load import check_device, load_drafter, load_target
 from dloop.misfits import check_pair
 from dloop.targets.hf import HFTarget
+from dloop.train import fingerprint
 from dloop.train.batch import TokenFile
 from dloop.train.cache import cache_features, features_of
 from dloop.train.checkpoint import Keeping, Progress, best, check_measures, judge_earlier, latest, resume, tau_of
 from dloop.train.failing import ending_together
 from dloop.train.flex import Attention, check_flex
-from dloop.train.log import earlier
+from dloop.train.log import CSV, earlier
 from dloop.train.losses import DSparkWeights
 from dloop.train.objective import Objective, ObjectiveSettings
 from dloop.train.objectives import objective_of
@@ -88,7 +89,7 @@ def work(command: Command, share: Share, device: str) -> int:
         if command.on_the_fly_loader:
             print("dloop train: --on-the-fly-loader: a token file holds tokens already", file=sys.stderr)
     open_tracker = tracker_of(command)
-    make_writable(command.output_dir, dry=command.dry_run)
+    make_writable(command.output_dir, CSV, dry=command.dry_run)
     target = load_target(command.target_model_path, command.dtype, device, engine="twin")
     model = start_model(command, target).to(target.device)
     refuse_for_family(command, model.config, target)
@@ -98,18 +99,18 @@ def work(command: Command, share: Share, device: str) -> int:
     if command.draft_config_path is not None:
         choose_vocabulary(model, data)
     settings = settings_of(command, data, model.config, share)
-    fingerprint = fingerprint_of(command, model, target, settings, data)
+    fingerprints = fingerprints_of(command, model, target, settings, data)
     objective = build_objective(command, model, target, share)
     raise_alarms(command, target, data, objective)
     if share.world > 1 and command.parallel == "fsdp":
         shard(objective)
     optimizer = Optimizer(model.parameters(), command.max_grad_norm)
-    begun = begin(command, model, optimizer, fingerprint)
+    begun = begin(command, model, optimizer, fingerprints)
     step = build_step(command, objective, target, data, optimizer)
-    keeping = Keeping(fingerprint, command.keep_last, None if share.rank else ruler_of(command, target))
+    keeping = Keeping(fingerprints[0], command.keep_last, None if share.rank else ruler_of(command, target))
     check_measures(command.output_dir, keeping.ruler)
     if command.dry_run:
-        earlier(command.output_dir / "train.csv", columns(objective), begun.step)
+        earlier(command.output_dir / CSV, columns(objective), begun.step)
         show_plan(command, data, target, step, settings)
         return 0
     judge_earlier(command.output_dir, model, keeping.ruler)
@@ -241,34 +242,34 @@ def attention_of(command: Command, config: HostConfig, device: torch.device) -> 
     return command.attention
 
 
-def begin(command: Command, model: HostModel, optimizer: Optimizer, fingerprint: str) -> Progress:
+def begin(command: Command, model: HostModel, optimizer: Optimizer, fingerprints: list[str]) -> Progress:
     """What is done already: by the checkpoint resumed from, or nothing in a folder that holds none."""
     found = latest(command.output_dir)
     if command.resume and found is not None:
-        return resume(found, model, optimizer, fingerprint)
+        return resume(found, model, optimizer, *fingerprints)
     if found is not None:
         raise UserError(f"{command.output_dir} already holds {found.name}; add --resume or choose another --output-dir")
     return START
 
 
-def fingerprint_of(
+def fingerprints_of(
     command: Command, model: HostModel, target: HFTarget, settings: TrainSettings, data: TokenFile
-) -> str:
+) -> list[str]:
     """Everything that decides the numbers of a run, target, data and starting weights by content; a resume must agree
-    in it.
+    in it. First as it is written, then as earlier versions wrote it.
     """
-    chosen = ("dspark_", "dloop_", "lambda_", "loss_", "num_anc", "position_")  # unroll lengths are among the settings
-    objective = [getattr(command, name) for name in vars(command) if name.startswith(chosen)]
-    facts = (
-        model.config,
-        replace(settings, log_interval=1, save_interval=1, batch_size=together(settings), share=ALONE),
-        objective,
-        checkpoint.sampled_sha256(target.folder) if target.folder else target.name,
-        command.dtype,
-    )
+    prefixes = ("dspark_", "dloop_", "lambda_", "loss_", "num_anc", "position_")  # unroll lengths are in the settings
+    objective = [getattr(command, name) for name in vars(command) if name.startswith(prefixes)]
+    chosen = replace(settings, log_interval=1, save_interval=1, batch_size=together(settings), share=ALONE)
     start = (value.detach().cpu().numpy() for value in model.state_dict().values())
-    found = (facts, data.max_length, digest(data.contents()), digest(start))
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:12]
+    contents = (data.max_length, digest(data.contents()), digest(start))
+    ways = (fingerprint.sampled_sha256, fingerprint.sampled_by_file)
+    known = [way(target.folder) for way in ways] if target.folder else [target.name]
+    found = [
+        ((model.config, chosen, objective, of_target, command.dtype), *contents)
+        for of_target in (*known, command.target_model_path)
+    ]
+    return [hashlib.sha256(repr(facts).encode()).hexdigest()[:12] for facts in found]
 
 
 def digest(arrays: Iterable[np.ndarray]) -> str:

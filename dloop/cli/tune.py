@@ -38,7 +38,7 @@ def run(command: Command) -> int | None:
 def check(command: Command) -> None:
     """What can be told before the trace is read."""
     check_thresholds("loop-gate", command.loop_gate)
-    check_costed(command, ())
+    check_costed(command, None)
     if command.costs is None and not command.stage_ms:
         raise UserError("dloop tune weighs times; give --costs FILE, or --stage-ms and --verify-ms")
     if command.draft_model is not None and command.output is not None:

@@ -16,7 +16,7 @@ from dloop.cli.data_run import record_of
 from dloop.cli.replay_run import costs_of, source_of, stages_of
 from dloop.cli.tune import Command
 from dloop.cli.tune_page import page
-from dloop.errors import UserError
+from dloop.errors import UserError, refuse_folder
 from dloop.gates.costs import Costs
 from dloop.gates.trace import Trace, load
 from dloop.gates.tuning import Setting, Times, best, grid, held_out, row_costs, times, walks_of
@@ -71,6 +71,7 @@ def beside_drafter(command: Command) -> Path:
         raise UserError(f"the drafter {folder} is no folder that can be written to; {way_out}")
     if sha256 is not None and checkpoint.sha256(folder) != sha256:
         raise UserError(f"the weights in {folder} are not those of the trace; record another, or {way_out}")
+    refuse_folder(folder / FILE, "--output")
     return folder / FILE
 
 

@@ -1,4 +1,8 @@
-"""What a stop rule is shown of drafted rows: figures of their laws, brought to the host."""
+"""What a stop rule is shown of drafted rows: figures of their laws, brought to the host.
+
+Of a row whose logits are broken (NaN, +inf) every figure is NaN: it is neither certain nor uncertain, and no comparison
+with it holds, so that no rule and no gate that reads it goes on.
+"""
 
 from typing import NamedTuple
 
@@ -23,7 +27,7 @@ def figures(logits: Float[Tensor, "k V"]) -> Float32[Tensor, "k 3"]:
     """Each row's top log-probability, its margin over the second, and the entropy in nats."""
     logp = logits.float().log_softmax(-1)
     first, second = logp.topk(2, -1).values.unbind(-1)
-    entropy = -(logp.exp() * logp).nan_to_num().sum(-1)
+    entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)  # 0 * -inf is 0 here, NaN stays NaN
     return torch.stack([first, first - second, entropy], -1)
 
 

@@ -52,6 +52,9 @@ class Learner:
     pending: list[Round] = field(default_factory=list[Round], repr=False)  # those of them that teach
     asked: dict[int, int] = field(default_factory=dict[int, int], repr=False)  # sequences, by stages drafted
     opened: dict[int, int] = field(default_factory=dict[int, int], repr=False)
+    cutting: dict[int, int] = field(default_factory=dict[int, int], repr=False)  # by rules, which ask no gate
+    cuts: dict[int, int] = field(default_factory=dict[int, int], repr=False)  # in the step before
+    step: int = 0
     lock: Lock = field(default_factory=Lock, repr=False, compare=False)  # gates of several threads may share it
 
     @property
@@ -60,8 +63,10 @@ class Learner:
         return self.clock.at(self.live) if self.rounds >= COLD_ROUNDS else None
 
     def gate(self, *, teaches: bool = True) -> "Auto":
-        """A gate for one more sequence."""
-        self.joined += 1
+        """A gate for one more sequence, which begins between two steps."""
+        with self.lock:
+            self.settle()
+            self.joined += 1
         return Auto(self, teaches)
 
     def observe(self, round: Round) -> None:
@@ -74,15 +79,17 @@ class Learner:
         self.pending.append(round)
 
     def settle(self) -> None:
-        """All rounds of a step are there when the next stage is asked about: learn its times."""
+        """All rounds of a step are there when the next stage is asked about, or another follows: learn its times."""
         if not self.finished:
             return
         self.live = max(self.finished, self.joined)
         if len(self.pending) == self.finished:
             self.clock.add(self.pending)
         self.pending, self.asked, self.opened = [], {}, {}
+        self.cuts, self.cutting = self.cutting, {}
         self.finished = self.joined = 0
         self.since_probe += 1
+        self.step += 1
 
     def opens(self, stage: int, score: float, survivals: list[float], size: int) -> bool:
         """Whether the sequence that is asked now drafts on after `stage` stages, the last one of `size` nodes."""
@@ -108,9 +115,11 @@ class Learner:
         return won > max(0.0, shared) or self._probes(worth, sum(price) / (self.live * times.tokens_per_step), times)
 
     def _waiting(self, stage: int) -> int:
-        """Sequences that are asked after this one whether they draft on after `stage` stages."""
+        """Sequences that are asked after this one whether they draft on after `stage` stages, if rules cut as many
+        as in the step before.
+        """
         drafting = self.live if stage == 1 else self.opened.get(stage - 1, 1)
-        return max(0, drafting - self.asked[stage])
+        return max(0, drafting - self.cuts.get(stage, 0) - self.asked[stage])
 
     def _probes(self, worth: float, steps: float, times: Times) -> bool:
         """Now and then a promising stage, as dear as so many steps, is drafted for what it teaches."""
@@ -137,6 +146,7 @@ class Auto:
     teaches: bool = True  # whether its rounds are learned from
     survivals: list[float] = field(default_factory=list[float])  # of the stages of the draft in hand
     last: Round | None = None  # right to its end, and no further stage was drafted
+    step: int = -1  # the learner's, when the last round finished
 
     @property
     def threshold(self) -> float | None:
@@ -157,13 +167,18 @@ class Auto:
             self._observe(round)
 
     def _observe(self, round: Round) -> None:
-        self.learner.finished += 1
+        learner, cut = self.learner, round.stages > 0 and round.stage_records[-1].reason == "rule"
+        if self.step == learner.step:  # since its last round rules cut every stage: nobody was asked
+            learner.settle()
+        self.step = learner.step
+        learner.finished += 1
+        learner.cutting[round.stages] = learner.cutting.get(round.stages, 0) + cut
         if not round.stages or not self.teaches or math.isnan(sum(round.scores)):
             self.last = None  # no room for a stage: nothing was decided; a broken drafter: nothing is known
             return
         if self.last is not None:
             first = round.stage_records[0].stop
-            self.learner.value.hindsight(self.last, sum(node < first for node in round.path))
+            learner.value.hindsight(self.last, sum(node < first for node in round.path))
         right = round.path[-1:] == [round.draft.tip] and round.finish is None
-        self.last = round if right and round.stage_records[-1].reason != "rule" else None
-        self.learner.observe(round)
+        self.last = round if right and not cut else None
+        learner.observe(round)

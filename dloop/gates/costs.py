@@ -18,9 +18,13 @@ from dloop.errors import UserError
 from dloop.records import Json
 
 Way = Literal["fast", "twin"]
-STAGES = {"eagle3": ("eagle3_chain", "eagle3_later")}  # where a latency file has a family's stages
+STAGES = {  # where a latency file has a family's stages
+    "dspark": ("first", "later"),
+    "dflash": ("dflash_first", "dflash_later"),
+    "domino": ("domino_first", "domino_later"),
+    "eagle3": ("eagle3_chain", "eagle3_later"),
+}
 Times = dict[str, dict[str, Json]]
-BLOCK_STAGES = ("first", "later")
 BLOCK_FAMILIES = ("dflash", "dspark", "domino")
 
 
@@ -90,8 +94,7 @@ def read_costs(path: Path, family: str, way: Way, context: int | None, near: int
     except (OSError, ValueError) as error:
         raise UserError(f"--costs {path} cannot be read ({error}); give a file of dloop latency --output") from error
     entry = entry_at(entries, context, near, path)
-    first, later = STAGES.get(family, BLOCK_STAGES)
-    if family not in (*STAGES, *BLOCK_FAMILIES):
+    if family not in STAGES:
         raise UserError(f"--costs {path} has no stages of {family}; give --stage-ms and --verify-ms")
     try:
         rows = {int(count): number(row, way) for count, row in cast(Times, entry["rows"]).items()}
@@ -99,7 +102,7 @@ def read_costs(path: Path, family: str, way: Way, context: int | None, near: int
         if not rows:
             raise ValueError("no rows")
         counts, is_block = sorted(rows), family in BLOCK_FAMILIES
-        drafts = f", stages of {cast(Times, entry)['drafter']['stage_len']} tokens" if is_block else ""
+        (first, later), drafts = stages_in(stages, family, cast(Times, entry)["drafter"]["stage_len"])
         return Costs(
             first_ms=number(stages[first], way),
             later_ms=number(stages[later], way),
@@ -114,6 +117,18 @@ def read_costs(path: Path, family: str, way: Way, context: int | None, near: int
             f"--costs {path} lacks the {way} times of {family} ({type(error).__name__}: {error}); "
             "give a whole file of dloop latency"
         ) from error
+
+
+def stages_in(stages: Times, family: str, dspark_len: Json) -> tuple[tuple[str, str], str]:
+    """(The names of a family's first and further stage, what is to be told of them.) Files that are older than the
+    times of a block family have DSpark's, whose backbone is the same.
+    """
+    names = STAGES[family]
+    if family not in BLOCK_FAMILIES:
+        return names, ""
+    if names[0] not in stages:
+        return STAGES["dspark"], f", DSpark's stages of {dspark_len} tokens in place of {family}'s"
+    return names, f", stages of {stages[names[0]].get('stage_len', dspark_len)} tokens"
 
 
 def entry_at(entries: object, context: int | None, near: int, path: Path) -> dict[str, Json]:

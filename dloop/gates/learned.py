@@ -1,9 +1,11 @@
 """What the gates of a drafter have learned, and the file that keeps it: one entry a pair, law and machine."""
 
+import fcntl
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,17 +56,34 @@ class Learned:
         self.kept |= found
 
     def save(self, path: Path) -> None:
-        """Write everything, all of it or nothing; what the file keeps of other pairs stays."""
-        others = read(path) if path.exists() else {}
-        states = {key: state_of(learner) for key, learner in list(self.learners.items())}
-        whole = {"schema": SCHEMA, "gates": {**others, **self.kept, **states}}
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may be writing too
+        """Write everything, all of it or nothing; what the file keeps of other pairs stays, whoever wrote it."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            partial.replace(path)
+            with alone(path):
+                others = read(path) if path.exists() else {}
+                states = {key: state_of(learner) for key, learner in list(self.learners.items())}
+                whole = {"schema": SCHEMA, "gates": {**self.kept, **others, **states}}
+                partial = path.with_name(f".{path.name}.partial")
+                partial.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+                partial.replace(path)
         except OSError as error:
             raise UserError(f"{path} cannot be written ({error.strerror or error}); give another file") from error
+
+
+@contextmanager
+def alone(path: Path) -> Generator[None]:
+    """Of all processes and threads that ask for this path, one at a time is inside."""
+    lock = path.with_name(f".{path.name}.lock")
+    while True:
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # waits
+            if not os.fstat(file.fileno()).st_nlink:  # who was inside has removed it: it keeps nobody out any more
+                continue
+            try:
+                yield
+            finally:
+                lock.unlink()
+            return
 
 
 def fresh(name: AutoName, stage_len: int) -> Learner:

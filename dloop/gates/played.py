@@ -60,7 +60,7 @@ class TracedDrafter:
         rows = self.text.features[self.start, request.index]
         told = [dict(zip(self.features, each.tolist(), strict=True)) for each in rows]
         numbers = [
-            [logp, each["margin"], each["entropy"], *([] if np.isnan(each["confidence"]) else [each["confidence"]])]
+            [logp, each["margin"], each["entropy"], each["confidence"]]  # nan: no such head, or a broken row of it
             for logp, each in zip(stage.logp, told, strict=True)
         ]
         return watched_chain(stage, numbers, torch.zeros(len(numbers), 0), watch)

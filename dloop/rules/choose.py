@@ -1,5 +1,6 @@
 """From --stop-rule NAME:param=value,... to a rule for each sequence; what cannot be honoured is refused by name."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,6 @@ def folder_of(gate_head: object) -> Path:
     """Raises UserError for what is no path."""
     if not isinstance(gate_head, str | Path):
         raise UserError(f"gate_head={brief(gate_head)} must be the folder of a head, or None")
-    if not Path(gate_head).is_dir():
+    if not os.path.isdir(gate_head):  # no for "" too, which Path takes for the folder where one stands
         raise UserError(f"gate_head={brief(str(gate_head))} is no folder; give one that dloop train gate-head wrote")
     return Path(gate_head)

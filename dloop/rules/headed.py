@@ -92,7 +92,8 @@ class AdaEAGLE(BeforeRule):
 
     def admits(self, row: Row) -> bool:
         if not row.index:
-            self.length = round(self.head(row.hidden).item())  # sync
+            length = self.head(row.hidden).item()  # sync
+            self.length = round(length) if math.isfinite(length) else 0  # a broken head is sure of no token
         return row.index < self.length
 
 

@@ -27,6 +27,7 @@ REJECTED_WEIGHT = 6.0  # SpecDec++'s
 UNDER_WEIGHT = 2.0  # ours: AdaEAGLE says only that a length predicted too short costs more
 FFN_SIZE = 64  # ours, as small as DISCO's is said to be
 PACER_BLOCK, PACER_SIZE, PACER_HEADS = 4, 128, 4  # ours: "blocks of 2-4 drafting steps", one light layer
+CONFIG, WEIGHTS = "config.json", "model.safetensors"  # in a head's folder
 NUM_FIGURES = 5  # what a head reads of a row beside its state
 
 
@@ -182,16 +183,16 @@ HEADS: dict[str, type[Head]] = {each.kind: each for each in (AcceptanceHead, Len
 def save_head(head: Head, folder: Path) -> None:
     """Write config and weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(asdict(head.config), indent=1) + "\n")
+    (folder / CONFIG).write_text(json.dumps(asdict(head.config), indent=1) + "\n")
     save_file(
         {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()},
-        folder / "model.safetensors",
+        folder / WEIGHTS,
     )
 
 
 def read_config(folder: Path) -> HeadConfig:
     """Raises UserError where the folder holds no head."""
-    raw = read_json(folder / "config.json", str(folder))
+    raw = read_json(folder / CONFIG, str(folder))
     try:
         if raw["kind"] not in HEADS:
             raise ValueError(f"kind {raw['kind']!r} is none of {', '.join(get_args(HeadKind))}")
@@ -205,7 +206,7 @@ def load_head(folder: Path, device: torch.device) -> Head:
     config = read_config(folder)
     head = HEADS[config.kind](config)
     try:
-        head.load_state_dict(load_file(folder / "model.safetensors"))
+        head.load_state_dict(load_file(folder / WEIGHTS))
     except Exception as error:  # a damaged file raises whatever its reader trips over
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"gate_head {folder}: model.safetensors cannot be read ({reason}); train it again") from error

@@ -103,7 +103,7 @@ class LLMCad(AfterRule):
 
     def observe(self, round: Round) -> None:
         """Reconstructed from the paper's prose: alpha / T_c^(rejected share), else alpha / 2."""
-        if not round.draft.depth:
+        if not round.draft.depth or math.isnan(self.path):  # a broken row teaches nothing
             return
         rejected = 1 - round.accepted / round.draft.depth
         change = -rejected * (self.before + self.path) if rejected > 0 else math.log(LLMCAD_EASE)
@@ -130,6 +130,8 @@ class DISCO(AfterRule):
     def observe(self, round: Round) -> None:
         """Tokens count up to the first that was rejected."""
         known = self.shown[: round.accepted + 1]
+        if any(map(math.isnan, known)):  # a broken row teaches nothing
+            return
         self.probs += known
         self.matched += [index < round.accepted for index in range(len(known))]
         if len(self.probs) > DISCO_PAIRS and len(set(self.matched)) == 2:

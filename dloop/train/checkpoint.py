@@ -1,6 +1,7 @@
 """Checkpoint folders `epoch_{e}_step_{s}`: a standard checkpoint of the host, and what an exact resume needs."""
 
 import json
+import logging
 import math
 import os
 import re
@@ -24,6 +25,7 @@ from dloop.train.parallel import gathered, like
 
 STATE, JUDGED, PARTIAL = "training_state.pt", "acceptance.json", ".partial"
 NAME = re.compile(r"epoch_(\d+)_step_(\d+)")
+logger = logging.getLogger("dloop")
 
 
 @dataclass(frozen=True)
@@ -192,16 +194,18 @@ def steps_of(name: str) -> int:
     return int(match.group(2)) if match else -1
 
 
-def resume(folder: Path, model: HostModel, optimizer: Optimizer, fingerprint: str) -> Progress:
-    """Load masters and optimiser state into what was built with the same settings.
+def resume(folder: Path, model: HostModel, optimizer: Optimizer, *fingerprints: str) -> Progress:
+    """Load masters and optimiser state into what was built with the same settings, `fingerprints` being what this and
+    earlier versions call them.
 
     Raises UserError if the state is damaged, not finite, or of other settings.
     """
     state = read_state(folder)
-    if state["fingerprint"] != fingerprint:
+    if state["fingerprint"] not in fingerprints:
         raise UserError(
-            f"{folder} was written by a run with other settings ({state['fingerprint']} instead of {fingerprint}); "
-            "resume with the same settings or choose another --output-dir"
+            f"{folder} was written by a run with other settings, or by another version of dloop "
+            f"({state['fingerprint']} instead of {fingerprints[0]}); resume with the same settings or choose another "
+            "--output-dir"
         )
     if not all_finite(tensors_in(state)):
         raise UserError(
@@ -215,15 +219,21 @@ def resume(folder: Path, model: HostModel, optimizer: Optimizer, fingerprint: st
             moments[name] = like(value, optimizer.parameters[index])
     optimizer.adam.load_state_dict(state["optimizer"])
     optimizer.adam.param_groups[0]["lr"] = optimizer.rate  # the loaded copy is no longer the tensor that set_rate fills
-    pending = [values.to(optimizer.rate.device) for values in state["pending"]]
+    if state["pending"] is None:
+        logger.warning(
+            f"{folder} is of an earlier version of dloop, which kept no steps for the log: its next line has the means "
+            f"of the steps from {state['step'] + 1} on"
+        )
+    pending = [values.to(optimizer.rate.device) for values in state["pending"] or []]
     return Progress(int(state["epoch"]), int(state["step"]), pending)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """All that `save` put there. Raises UserError if it is damaged."""
+    """All that `save` put there; `pending` is None in a state of the first form. Raises UserError if it is damaged."""
     try:
         state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-        return {key: state[key] for key in ("fingerprint", "epoch", "step", "pending", "masters", "optimizer")}
+        found = {key: state[key] for key in ("fingerprint", "epoch", "step", "masters", "optimizer")}
+        return {**found, "pending": state.get("pending")}
     except Exception as error:  # a damaged archive raises whatever its readers trip over
         raise UserError(
             f"{folder / STATE} cannot be read ({type(error).__name__}); remove that folder to go on before it"

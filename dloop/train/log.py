@@ -17,6 +17,7 @@ from dloop.data.answers import whole
 from dloop.errors import UserError
 from dloop.train.checkpoint import Progress
 
+CSV = "train.csv"  # in the output folder
 FIXED = ("step", "epoch", "rate", "step_ms")  # columns before a family's own
 logger = logging.getLogger("dloop")
 

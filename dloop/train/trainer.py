@@ -15,7 +15,7 @@ from dloop.train.alarms import Frozen
 from dloop.train.batch import TokenFile, TrainBatch, batches, samples_of_batch
 from dloop.train.checkpoint import Keeping, Progress, collect, judge, prune, save
 from dloop.train.interrupt import Interrupt
-from dloop.train.log import Log, Record
+from dloop.train.log import CSV, Log, Record
 from dloop.train.optim import learning_rate
 from dloop.train.parallel import ALONE, Share, wait
 from dloop.train.step import GraphedStep, Step, columns
@@ -108,7 +108,7 @@ def train(
     """
     share = settings.share
     stream = parts_of_steps(data, settings, begun.step)
-    path = None if share.rank else output_dir / "train.csv"
+    path = None if share.rank else output_dir / CSV
     log = Log(path, columns(step_once.objective), begun, partial(samples_of_step, data, settings))
     saved = step = begun.step
     frozen = Frozen(step_once.objective.model)

@@ -11,7 +11,7 @@ from typing import TypedDict, cast
 
 from dloop.bench.latency.timing import Ceilings, Spread
 from dloop.bench.store import differences, write
-from dloop.errors import UserError
+from dloop.errors import UserError, refuse_output
 from dloop.records import Json
 
 IDENTITY = ("schema", "shape", "gpu", "dtype", "drafter", "repeats", "hardware", "versions", "commit")
@@ -84,9 +84,7 @@ def check_output(path: Path | None, *, resume: bool) -> None:
         if resume:
             raise UserError("--resume needs --output FILE, the file of the run to continue")
         return
-    if path.is_dir() or not path.parent.is_dir():
-        what = "it is a folder" if path.is_dir() else f"{path.parent} is no folder; make it first"
-        raise UserError(f"--output {path} cannot be written: {what}")
+    refuse_output(path, "--output")
     if path.exists() and not resume:
         raise UserError(f"--output {path} exists; add --resume to continue it, or choose another file")
 

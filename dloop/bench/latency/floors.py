@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dloop.drafters.block import BlockDrafter, Layer
 from dloop.drafters.chain import ChainDrafter
+from dloop.drafters.domino import Domino
 from dloop.drafters.dspark import DSpark
 from dloop.drafters.eagle3 import Eagle3
 from dloop.targets.hf import HFTarget
@@ -23,6 +24,9 @@ class Cost(NamedTuple):
 
     def __add__(self, other: "Cost") -> "Cost":  # pyright: ignore[reportIncompatibleMethodOverride]
         return Cost(self.num_bytes + other.num_bytes, self.flop + other.flop)
+
+    def __rmul__(self, count: int) -> "Cost":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Cost(count * self.num_bytes, count * self.flop)
 
 
 def product(weights: Iterable[Tensor], rows: int) -> Cost:
@@ -53,21 +57,31 @@ def verify_cost(target: HFTarget, rows: int, context: int) -> Cost:
 
 
 def stage_cost(drafter: BlockDrafter, context: int) -> Cost:
-    """One stage over `context` stored rows: the block's layers, the head, and one pass of the Markov head a token."""
-    model, vocabulary = cast(DSpark, drafter.model), drafter.vocabulary
-    config, markov = model.config, model.markov_head
+    """One stage over `context` stored rows: the block's layers, the target's head, the family's own token by token."""
+    model, vocabulary, config = drafter.model, drafter.vocabulary, drafter.config
     rows = config.block_size
-    assert markov is not None
     layers = [weight for layer in layers_of(drafter) for weight in layer.parameters()]
-    pass_cost = product([markov.markov_w2.weight], 1) + moved(config.markov_rank, vocabulary.head)
     kv_width = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     attention = 4.0 * rows * (context + rows) * config.num_layers * config.num_heads * config.head_dim
     return (
-        product([*layers, model.norm.weight, vocabulary.head], rows)
-        + Cost(pass_cost.num_bytes * rows, pass_cost.flop * rows)
+        product([*layers, model.norm.weight], rows)
+        + product([vocabulary.head], config.stage_len)
+        + own_cost(drafter)
         + moved(kv_width * context + rows * config.hidden_size, vocabulary.head)
         + Cost(0.0, attention)
     )
+
+
+def own_cost(drafter: BlockDrafter) -> Cost:
+    """What a family's own head reads and computes: each token's pass waits for the token before."""
+    model, like, count = drafter.model, drafter.vocabulary.head, drafter.stage_len
+    if isinstance(model, DSpark) and model.markov_head is not None:
+        return count * (product([model.markov_head.markov_w2.weight], 1) + moved(model.config.markov_rank, like))
+    if isinstance(model, Domino):
+        read = product(model.prefix_gru.parameters(), 1) + moved(model.config.hidden_size, like)
+        corrected = count - model.config.pure_draft_prefix_len
+        return count * read + corrected * product(model.embed_proj.parameters(), 1)
+    return Cost(0.0, 0.0)
 
 
 def steps_cost(drafter: ChainDrafter, rows: int, context: int) -> Cost:

@@ -1,10 +1,10 @@
 """Models of a shape with random weights, built on the device they stay on: no checkpoint, no copy.
 
 Sources of the drafters' sizes: DeepSpec's DSpark releases for Qwen3-4B and 8B (five layers, rank 256, blocks of 7);
-SafeAILab's and SpecForge's EAGLE-3 releases.
+z-lab's DFlash and SpecForge's Domino releases for them (blocks of 16); SafeAILab's and SpecForge's EAGLE-3 releases.
 """
 
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -13,16 +13,35 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from dloop.bench.latency.shapes import Shape, taps_of
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.chain import ChainDrafter
-from dloop.drafters.config import DSparkConfig
+from dloop.drafters.config import BlockConfig, Json
 from dloop.drafters.draft_vocab import maps_of
-from dloop.drafters.dspark import DSpark
 from dloop.drafters.eagle3 import Eagle3, Eagle3Config, published_taps
+from dloop.drafters.families import READERS, build, loaded
 from dloop.errors import UserError
 from dloop.fast.drafter import FastBlockDrafter
 from dloop.fast.target import FastTarget
 from dloop.targets.hf import HFTarget
 
 BLOCK_SIZE, MARKOV_RANK = 7, 256
+Family = Literal["dspark", "dflash", "domino"]
+BLOCK_SIZES: dict[Family, int] = {"dspark": BLOCK_SIZE, "dflash": 16, "domino": 16}
+METHODS: dict[Family, Json] = {  # what their published configs say of their heads
+    "dspark": {
+        "projector_type": "dspark",
+        "markov_rank": MARKOV_RANK,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    "dflash": {},
+    "domino": {
+        "projector_type": "domino",
+        "pure_draft_prefix_len": 1,
+        "emb_dim": 256,
+        "gru_hidden_dim": 1024,
+        "shift_label": True,
+    },
+}
 DRAFT_VOCAB = 32_000  # of EAGLE-3's releases
 
 
@@ -71,40 +90,42 @@ def random_target(shape: Shape, device: torch.device, dtype: torch.dtype, seed: 
     return HFTarget(name=f"{shape.name} with random weights", model=model, stop_ids=frozenset())
 
 
-def drafter_config(shape: Shape, block_size: int = BLOCK_SIZE) -> DSparkConfig:
-    """The published DSpark design at this target's width."""
-    return DSparkConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=shape.drafter_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size,
-        rms_norm_eps=1e-6,
-        rope_theta=shape.rope_theta,
-        max_positions=shape.positions,
-        attention_bias=False,
-        block_size=block_size,
-        label_shift=0,
-        mask_token_id=shape.vocab_size - 1,
-        target_layer_ids=taps_of(shape),
-        num_target_layers=shape.num_layers,
-        markov_rank=MARKOV_RANK,
-        markov_head_type="vanilla",
-        confidence_head=True,
-        confidence_with_markov=True,
-    )
+def drafter_config(shape: Shape, block_size: int | None = None, family: Family = "dspark") -> BlockConfig:
+    """The published design of a family at this target's width, in blocks of its own size or another."""
+    raw = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.drafter_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": shape.rope_theta,
+        "max_position_embeddings": shape.positions,
+        "attention_bias": False,
+        "block_size": block_size or BLOCK_SIZES[family],
+        "mask_token_id": shape.vocab_size - 1,
+        "target_layer_ids": list(taps_of(shape)),
+        "num_target_layers": shape.num_layers,
+        "dflash_config": METHODS[family],
+    }
+    config = READERS[family](raw, f"{family} for {shape.name}")
+    assert isinstance(config, BlockConfig)
+    return config
 
 
-def random_drafter(shape: Shape, target: HFTarget, block_size: int = BLOCK_SIZE) -> BlockDrafter:
-    """A DSpark drafter on the target's device, in its dtype, with its embedding and head."""
+def random_drafter(
+    shape: Shape, target: HFTarget, block_size: int | None = None, family: Family = "dspark"
+) -> BlockDrafter:
+    """A block drafter on the target's device, in its dtype, with its embedding and head."""
     with torch.device("meta"):
-        model = DSpark(drafter_config(shape, block_size))
+        model = build(drafter_config(shape, block_size, family))
     model = model.to(target.dtype).to_empty(device=target.device).eval().requires_grad_(False)
     fill(model, seed=1)
-    name = f"dspark for {target.name}"
-    return BlockDrafter(name=name, family="dspark", model=model, vocabulary=target.vocabulary)
+    drafter = loaded(f"{family} for {target.name}", model, target.vocabulary)
+    assert isinstance(drafter, BlockDrafter)
+    return drafter
 
 
 def random_eagle3(shape: Shape, target: HFTarget) -> ChainDrafter:

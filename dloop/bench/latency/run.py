@@ -1,7 +1,7 @@
 """What `dloop latency` does: build a shape, then measure every setting, each on record as soon as it is done."""
 
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -22,15 +22,15 @@ from dloop.bench.latency.book import (
     stage_json,
 )
 from dloop.bench.latency.floors import Cost, extend_cost, stage_cost, verify_cost
-from dloop.bench.latency.models import BLOCK_SIZE, MARKOV_RANK, Pair, random_eagle3, random_pair
+from dloop.bench.latency.models import BLOCK_SIZE, MARKOV_RANK, Pair, random_pair
 from dloop.bench.latency.peers import PeerName, Setting, compare
 from dloop.bench.latency.picture import check_picture, draw
 from dloop.bench.latency.replay import PASSES, Pace, Turn, pace, replay
 from dloop.bench.latency.rounds import Chance, Scripts, drawn_scripts, read_scripts
 from dloop.bench.latency.shapes import Shape, shape_of
 from dloop.bench.latency.show import show, show_replay
-from dloop.bench.latency.stages import Drafters, eagle3_stages, host_work
-from dloop.bench.latency.timing import WARM_UPS, Ceilings, Job, in_turns, measure_ceilings, warm_up
+from dloop.bench.latency.stages import Drafters, Piece, host_work, other_stages
+from dloop.bench.latency.timing import WARM_UPS, Ceilings, in_turns, measure_ceilings, warm_up
 from dloop.bench.latency.verify import Verifiers
 from dloop.bench.run import commit
 from dloop.bench.speedup import device_name
@@ -42,7 +42,6 @@ from dloop.load import DTYPES, check_device
 from dloop.records import SCHEMA, Json, dumps, hardware, plain, versions
 
 EXTEND_ROWS = BLOCK_SIZE + 1  # a fully accepted round of one stage
-STAGE_KINDS = ("first", "later", "extend")
 
 
 @dataclass(frozen=True)
@@ -137,28 +136,28 @@ def measure_context(bench: Bench, entry: Entry, capacity: int) -> Iterator[None]
 
 def measure_stages(bench: Bench, entry: Entry, capacity: int) -> dict[str, Json]:
     """The drafting side, and the loop's own host work."""
-    drafter, context, repeats = bench.pair.drafter, entry["context"], bench.command.repeats
+    drafter, context = bench.pair.drafter, entry["context"]
     drafters = Drafters(bench.pair, context, capacity)
-    jobs: dict[str, list[Job]] = {
-        "first": drafters.first(),
-        "later": drafters.later(),
-        "extend": drafters.extend(EXTEND_ROWS),  # last: it grows the context
+    own = {
+        "first": Piece(drafters.first(), stage_cost(drafter, context)),
+        "later": Piece(drafters.later(), stage_cost(drafter, context + BLOCK_SIZE)),
+        "extend": Piece(drafters.extend(EXTEND_ROWS), extend_cost(drafter, EXTEND_ROWS), {"rows": EXTEND_ROWS}),
     }
-    costs = {
-        "first": stage_cost(drafter, context),
-        "later": stage_cost(drafter, context + BLOCK_SIZE),
-        "extend": extend_cost(drafter, EXTEND_ROWS),
-    }
-    found: dict[str, Json] = {}
-    for kind in STAGE_KINDS:
-        warm_up(jobs[kind], bench.device)
-        found[kind] = stage_json(in_turns(jobs[kind], repeats, bench.device), floor(entry, costs[kind]))
-    cast(dict[str, Json], found["extend"])["rows"] = EXTEND_ROWS
-    for kind, (work, cost) in eagle3_stages(random_eagle3(bench.shape, bench.pair.target), context).items():
-        warm_up(work, bench.device)
-        found[kind] = stage_json(in_turns(work, repeats, bench.device), floor(entry, cost))
-    host = host_work(BLOCK_SIZE, repeats)
+    found = timed(bench, entry, own)  # the last of them grows the context
+    for pieces in other_stages(bench.shape, bench.pair.target, context, capacity):
+        found |= timed(bench, entry, pieces)
+    host = host_work(BLOCK_SIZE, bench.command.repeats)
     return {**found, "host": {"loop_ms": host.median, "quartiles_ms": [host.low, host.high]}}
+
+
+def timed(bench: Bench, entry: Entry, pieces: Mapping[str, Piece]) -> dict[str, Json]:
+    """Each piece's times, one piece after the other."""
+    found: dict[str, Json] = {}
+    for kind, (jobs, cost, size) in pieces.items():
+        warm_up(jobs, bench.device)
+        spreads = in_turns(jobs, bench.command.repeats, bench.device)
+        found[kind] = {**stage_json(spreads, floor(entry, cost)), **size}
+    return found
 
 
 def floor(entry: Entry, cost: Cost) -> float:

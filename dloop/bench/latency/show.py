@@ -11,7 +11,15 @@ from dloop.bench.latency.book import Entry
 from dloop.bench.table import figure
 from dloop.records import Json
 
-EAGLE3 = {"eagle3_chain": "EAGLE-3 chain", "eagle3_later": "EAGLE-3, further chain", "eagle3_tree": "EAGLE-3 tree"}
+OTHERS = {
+    "dflash_first": "DFlash stage",
+    "dflash_later": "DFlash, further stage",
+    "domino_first": "Domino stage",
+    "domino_later": "Domino, further stage",
+    "eagle3_chain": "EAGLE-3 chain",
+    "eagle3_later": "EAGLE-3, further chain",
+    "eagle3_tree": "EAGLE-3 tree",
+}
 Object = Mapping[str, Json]
 
 
@@ -38,7 +46,7 @@ def show(entries: Sequence[Entry], console: Console | None = None) -> None:
             stage = cast(Object | None, entry["stage_ms"].get(kind))
             if stage is not None:
                 table.add_row(*cells(entry, f"{kind} stage" if kind != "extend" else f"extend {stage['rows']}", stage))
-        for kind, name in EAGLE3.items():
+        for kind, name in OTHERS.items():
             if kind in entry["stage_ms"]:
                 table.add_row(*cells(entry, name, cast(Object, entry["stage_ms"][kind])))
     console.print(table)

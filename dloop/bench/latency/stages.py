@@ -1,19 +1,24 @@
 """The drafting side: a round's first stage, a further one, reading verified rows, and the loop's own host work."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 
 import torch
 
-from dloop.bench.latency.floors import Cost, steps_cost
-from dloop.bench.latency.models import Pair
+from dloop.bench.latency.floors import Cost, stage_cost, steps_cost
+from dloop.bench.latency.models import Pair, random_drafter, random_eagle3
+from dloop.bench.latency.shapes import Shape
 from dloop.bench.latency.timing import Job, Spread, elapsed_ms, spread
+from dloop.drafters.block import BlockDrafter
 from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.eagle3 import NUM_TAPS
 from dloop.errors import UserError
 from dloop.fast.chain import FastChainDrafter
+from dloop.fast.drafter import FastBlockDrafter
 from dloop.gate import ALWAYS_OPEN, FixedGate
 from dloop.loop import Drafter, Limits, grow
+from dloop.records import Json
+from dloop.targets.hf import HFTarget
 from dloop.trees.shape import TreeShape
 from dloop.types import Draft, Features, Stage, StageRequest
 
@@ -63,10 +68,32 @@ class Drafters:
 
 
 class Piece(NamedTuple):
-    """Ways to do one piece of work, and what it costs at least."""
+    """Ways to do one piece of work, what it costs at least, and its size for the record."""
 
     jobs: list[Job]
     cost: Cost
+    size: dict[str, Json] = {}
+
+
+def block_stages(twin: BlockDrafter, target: HFTarget, context: int, capacity: int) -> dict[str, Piece]:
+    """The stages of a block family after this context: a round's first, and a further one."""
+    try:
+        fast = FastBlockDrafter.of(twin)
+    except UserError:  # the report has said why
+        fast = None
+    drafters, size = Drafters(Pair(target, twin, None, fast, None), context, capacity), {"stage_len": twin.stage_len}
+    first, later = stage_cost(twin, context), stage_cost(twin, context + twin.stage_len)
+    return {
+        f"{twin.family}_first": Piece(drafters.first(), first, {**size}),
+        f"{twin.family}_later": Piece(drafters.later(), later, {**size}),
+    }
+
+
+def other_stages(shape: Shape, target: HFTarget, context: int, capacity: int) -> Iterator[dict[str, Piece]]:
+    """One family after the other, so that its models may go before the next ones come."""
+    yield eagle3_stages(random_eagle3(shape, target), context)
+    for family in ("dflash", "domino"):
+        yield block_stages(random_drafter(shape, target, family=family), target, context, capacity)
 
 
 def eagle3_stages(twin: ChainDrafter, context: int) -> dict[str, Piece]:
