@@ -31,6 +31,15 @@ class Gate(Protocol):
         ...
 
 
+@runtime_checkable
+class Prepares(Protocol):
+    """A gate with work of its own to do between a round and the next question."""
+
+    def prepare(self) -> None:
+        """Do it now, as long as a device drafts. `opens` does what was not done."""
+        ...
+
+
 @dataclass(frozen=True)
 class FixedGate:
     """The paper's gate: the stage's summed top-1 log-probability is at least `threshold`.

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from dloop.gate import Gate
+from dloop.gate import Gate, Prepares
 from dloop.types import (
     Draft,
     Features,
@@ -136,14 +136,14 @@ def decode(session: Session, slot: int, prompt: list[int], *, gate: Gate, judge:
         drafter.extend(slot, 0, prompt, seen.features)
     anchor, position = judge.first(seen.logits[-1], len(prompt)), len(prompt)
     finish = limits.cut([anchor], 0)[1]
-    produced = 1
+    produced, meanwhile = 1, gate.prepare if isinstance(gate, Prepares) else None
     yield First(token=anchor, finish=finish)
 
     while finish is None:
         started = time.perf_counter()
         draft, records = Draft.rooted(anchor, position), []
         if drafter is not None:
-            ask = StageRequest(slot=slot, anchor=anchor, index=0, sampling=judge.drafting)
+            ask = StageRequest(slot=slot, anchor=anchor, index=0, sampling=judge.drafting, meanwhile=meanwhile)
             draft, records = yield from grow(draft, ask, drafter.stage_len, gate, limits, produced)
         drafted = time.perf_counter()
         seen = yield VerifyRequest(slot=slot, draft=draft)
@@ -169,11 +169,11 @@ def grow(
     records: list[StageRecord] = []
     reason: StageEnd = "open" if limits.fits(draft, stage_len) else "context"
     while reason == "open":
-        start, threshold = len(draft.tokens), gate.threshold
+        start = len(draft.tokens)
         stage = yield replace(ask, anchor=draft.tokens[draft.tip], index=len(records))
         assert isinstance(stage, Stage)
         draft = draft.graft(stage)
-        ended = limits.end(draft, produced, stage_len)
+        ended, threshold = limits.end(draft, produced, stage_len), gate.threshold
         reason = "rule" if stage.cut else ended or "open" if gate.opens(draft) else "gate"
         if reason != "open":  # the stage stays what it is without the loop
             draft = draft.shed(stage.reserve)

@@ -5,7 +5,7 @@ the tapped features. Token ids, positions and indices are host integers; tensors
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -60,10 +60,7 @@ class Rows:
     @classmethod
     def pack(cls, requests: "Sequence[VerifyRequest]") -> "Rows":
         """Concatenate the drafts of all live sequences; parents are shifted to the packed numbering."""
-        token: list[int] = []
-        slot: list[int] = []
-        position: list[int] = []
-        parent: list[int] = []
+        token, slot, position, parent = list[int](), list[int](), list[int](), list[int]()
         for request in requests:
             base = len(token)
             token += request.draft.tokens
@@ -290,6 +287,7 @@ class StageRequest:
     anchor: int
     index: int
     sampling: Sampling | None = None  # None: the drafter's most likely tokens
+    meanwhile: Callable[[], None] | None = field(default=None, compare=False)  # for the host, while a device drafts
 
 
 @dataclass(frozen=True, kw_only=True)

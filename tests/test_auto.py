@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,10 @@ from dloop import loop
 from dloop.batch import generate_many
 from dloop.detect import FAMILIES
 from dloop.errors import UserError
+from dloop.fast.chain import FastChainDrafter
+from dloop.fast.chain_memory import FastChainMemory
 from dloop.fast.drafter import FastBlockDrafter
+from dloop.fast.drafter_memory import FastBlockMemory
 from dloop.fast.target import FastTarget
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate, Gate
 from dloop.gates import auto
@@ -398,7 +402,8 @@ def test_threads_may_share_a_learner(name):
     def decode_on(_: int) -> None:
         gate = learner.gate()
         for turn in range(1000):
-            assert gate.threshold is None or gate.threshold <= 1
+            threshold = gate.threshold  # another thread may end the cold start between two looks
+            assert threshold is None or threshold <= 1
             gate.opens(chained(-0.1))
             gate.observe(round_of(chained(-0.1), [1, 2, 3] if turn % 3 else [1]))
 
@@ -613,6 +618,56 @@ def test_the_fast_path_s_sequences_share_a_gate_too(target):
         assert [one.tokens for one in sorted(done, key=lambda one: one.index)][::2] == [text, text]
     (learner,) = drafter.learned.learners.values()
     assert learner.rounds > 20 and 2 in learner.clock.times
+
+
+@pytest.mark.parametrize("name", ["auto", "auto:full"])
+def test_lessons_learned_early_or_late_decide_alike(name):
+    early, late = fresh(name, 3), fresh(name, 3)
+    gates, draw = (early.gate(), late.gate()), random.Random(3)
+    decided: list[bool] = []
+    for _ in range(400):
+        drafts = [chained(*scores) for scores in [[-draw.expovariate(2.0) for _ in range(n)] for n in (1, 2)]]
+        gates[0].prepare()
+        (one, other), thresholds = ([gate.opens(drafts[0]) for gate in gates], [gate.threshold for gate in gates])
+        assert one == other and thresholds[0] == thresholds[1]
+        decided.append(one)
+        draft = drafts[one]
+        known = round_of(draft, list(range(1, 1 + draw.randrange(len(draft.tokens)))), seconds=(1e-4 * (1 + one), 3e-3))
+        for gate in gates:
+            gate.observe(known)
+    assert 0 < sum(decided) < len(decided)
+    assert json.dumps(state(early)) == json.dumps(state(late))
+
+
+@pytest.mark.parametrize("budget", [0, 8])
+@pytest.mark.parametrize("family", ["dspark", "eagle3"])
+def test_lessons_are_learned_while_the_device_drafts(target, family, budget, monkeypatch):
+    """Between the launch of a stage's forward and the reading of its tokens."""
+    slow = tiny_drafter(target, family=family)
+    kind = FastChainDrafter if family == "eagle3" else FastBlockDrafter
+    events: list[str] = []
+    memory = FastChainMemory if family == "eagle3" else FastBlockMemory
+    for name in ("chain", "trees") if family == "eagle3" else ("stage",):
+        launch = getattr(memory, name)
+
+        def launched(*args, launch=launch, **kwargs):
+            events.append("launched")
+            return launch(*args, **kwargs)
+
+        monkeypatch.setattr(memory, name, launched)
+    for name in ("prepare", "opens"):
+        did = getattr(auto.Auto, name)
+
+        def noted(self, *args, name=name, did=did):
+            events.append(name)
+            return did(self, *args)
+
+        monkeypatch.setattr(auto.Auto, name, noted)
+    monkeypatch.setattr(auto.Auto, "threshold", property(lambda gate: gate.learner.shown))
+    fast = FastTarget.of(target), kind.of(slow)
+    dloop.generate(*fast, PROMPT, 12, loop_gate="auto", tree_budget=budget)
+    assert events[:3] == ["launched", "prepare", "opens"]
+    assert [*map(events.count, ("launched", "prepare", "opens"))] == [len(events) // 3] * 3
 
 
 def test_what_is_shared_depends_on_target_law_and_shape(target, drafter):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dloop.bench.paper.names import KNOWN, SETS, chosen
 from dloop.cli.args import Common, option
-from dloop.errors import UserError
+from dloop.errors import UserError, refuse_output
 
 OUTPUT = "output"
 OF_TABLES = {"calibrations": "A6", "train_runs": "A7"}
@@ -45,10 +45,8 @@ def run(command: Command) -> int | None:
             raise UserError(f"--{field.replace('_', '-')} is for table {table}; add --tables {table}, or leave it out")
     if command.compare and len(command.compare) != 2:
         raise UserError(f"--compare takes two settings, not {' '.join(command.compare)}")
-    for path in filter(None, (command.gain, command.markdown, command.plot)):
-        if path.is_dir() or not path.parent.is_dir():
-            what = "it is a folder" if path.is_dir() else f"{path.parent} is no folder; make it first"
-            raise UserError(f"{path} cannot be written: {what}")
+    for flag in ("gain", "markdown", "plot"):
+        refuse_output(getattr(command, flag), f"--{flag}")
     from dloop.bench.reporting import report  # NumPy and torch only from here on
 
     return report(command, names)

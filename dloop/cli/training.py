@@ -26,7 +26,7 @@ from dloop.cli.train_checks import (
 )
 from dloop.cli.train_data import check_data, is_jsonl, read_jsonl
 from dloop.cli.train_plan import show_plan
-from dloop.cli.train_record import about, recorded
+from dloop.cli.train_record import RUN, about, recorded
 from dloop.cli.train_show import follow, tracked
 from dloop.cli.train_watch import raise_alarms, ruler_of, tracker_of
 from dloop.detect import detect_family
@@ -89,7 +89,7 @@ def work(command: Command, share: Share, device: str) -> int:
         if command.on_the_fly_loader:
             print("dloop train: --on-the-fly-loader: a token file holds tokens already", file=sys.stderr)
     open_tracker = tracker_of(command)
-    make_writable(command.output_dir, CSV, dry=command.dry_run)
+    make_writable(command.output_dir, CSV, RUN, dry=command.dry_run)
     target = load_target(command.target_model_path, command.dtype, device, engine="twin")
     model = start_model(command, target).to(target.device)
     refuse_for_family(command, model.config, target)
@@ -114,7 +114,7 @@ def work(command: Command, share: Share, device: str) -> int:
         show_plan(command, data, target, step, settings)
         return 0
     judge_earlier(command.output_dir, model, keeping.ruler)
-    facts = about(command, target, objective, settings, fingerprint)
+    facts = about(command, target, objective, settings, fingerprints[0])
     record = nullcontext() if share.rank else recorded(command.output_dir, facts, target.device)
     with record, nullcontext() if share.rank else open_tracker(begun.step) as tracker:
         stream = train(step, data, settings, command.output_dir, begun=begun, keeping=keeping)

@@ -19,6 +19,7 @@ from dloop.fast.beams import to_tree
 from dloop.fast.chain_memory import MOST_ROWS, FastChainMemory
 from dloop.fast.lease import lease
 from dloop.fast.rows import BlockRows, Run
+from dloop.fast.runner import use_the_time
 from dloop.fast.target import START_CONTEXT
 from dloop.fast.weights import ChainStack, chain_stack
 from dloop.trees.shape import TreeShape
@@ -189,6 +190,7 @@ class ChainSession:
             if request.sampling is not None:
                 self.memory.seed(request.slot, request.sampling.seed)
         drafted = self.memory.chain(*self._one_each(requests), self.stage_len, law)
+        use_the_time(requests)
         packed = drafted.packed[: len(requests)].tolist()  # sync
         if drafted.probs is None:
             return [to_stage(one) for one in packed]
@@ -206,4 +208,5 @@ class ChainSession:
             for values, value in zip(rows, (request.anchor, anchor, request.slot), strict=True):
                 values.extend([value] * width)
         packed = self.memory.trees(rows, runs, self.stage_len, nodes)
+        use_the_time(requests)
         return [to_tree(one, self.stage_len) for one in packed[: len(requests)].tolist()]  # sync

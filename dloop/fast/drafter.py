@@ -12,6 +12,7 @@ from dloop.drafters.proposal import to_stage
 from dloop.fast.drafter_memory import MOST_GRAPHED, Block, FastBlockMemory, Manner, Staged
 from dloop.fast.lease import lease
 from dloop.fast.rows import Run
+from dloop.fast.runner import use_the_time
 from dloop.fast.target import START_CONTEXT
 from dloop.fast.weights import Stack, drafter_stack
 from dloop.trees.shape import TreeShape
@@ -112,6 +113,7 @@ class DrafterSession:
 
     def _stages(self, requests: Sequence[StageRequest], manner: Manner) -> list[Stage]:
         staged = self._stage(requests, manner)
+        use_the_time(requests)
         packed = staged.packed[: len(requests)].tolist()  # sync
         if staged.probs is None:
             return list(map(staged.build or to_stage, packed))

@@ -13,7 +13,9 @@ Source: the marginal rule of fractional programming (Dinkelbach) for tokens over
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from typing import NamedTuple
 
@@ -50,6 +52,8 @@ class Learner:
     joined: int = 0  # gates made since the last step
     finished: int = 0  # rounds of the step that is being observed
     pending: list[Round] = field(default_factory=list[Round], repr=False)  # those of them that teach
+    lessons: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]], repr=False)  # not learned yet
+    shown: float | None = COLD_THRESHOLD  # the threshold since the last step
     asked: dict[int, int] = field(default_factory=dict[int, int], repr=False)  # sequences, by stages drafted
     opened: dict[int, int] = field(default_factory=dict[int, int], repr=False)
     cutting: dict[int, int] = field(default_factory=dict[int, int], repr=False)  # by rules, which ask no gate
@@ -70,30 +74,35 @@ class Learner:
         return Auto(self, teaches)
 
     def observe(self, round: Round) -> None:
-        """Learn from a finished round of at least one stage."""
-        self.value.learn(round)
+        """A finished round of at least one stage, to be learned from when there is time."""
         self.rounds += 1
+        self.lessons.append(partial(self._learn, round))
+        self.pending.append(round)
+
+    def _learn(self, round: Round) -> None:
+        self.value.learn(round)
         if round.stages > 1:
             last = round.stage_records[-1]
             self.nodes += (last.stop - last.start - self.nodes) * (0.1 if self.nodes else 1.0)
-        self.pending.append(round)
 
     def settle(self) -> None:
-        """All rounds of a step are there when the next stage is asked about, or another follows: learn its times."""
+        """All rounds of a step are there when the next stage is drafted, or another follows: learn from them."""
         if not self.finished:
             return
+        for lesson in self.lessons:
+            lesson()
         self.live = max(self.finished, self.joined)
         if len(self.pending) == self.finished:
             self.clock.add(self.pending)
-        self.pending, self.asked, self.opened = [], {}, {}
+        self.lessons, self.pending, self.asked, self.opened = [], [], {}, {}
         self.cuts, self.cutting = self.cutting, {}
         self.finished = self.joined = 0
         self.since_probe += 1
         self.step += 1
+        self.shown = self.threshold
 
     def opens(self, stage: int, score: float, survivals: list[float], size: int) -> bool:
         """Whether the sequence that is asked now drafts on after `stage` stages, the last one of `size` nodes."""
-        self.settle()
         self.asked[stage] = self.asked.get(stage, 0) + 1
         self.live = max(self.live, self.joined)
         times = self.times
@@ -151,14 +160,19 @@ class Auto:
     @property
     def threshold(self) -> float | None:
         """What the scores of the whole chain are held against; None where they do not decide alone."""
+        self.prepare()
+        return self.learner.shown
+
+    def prepare(self) -> None:
         with self.learner.lock:
-            return self.learner.threshold
+            self.learner.settle()
 
     def opens(self, draft: Draft) -> bool:
         if draft.num_stages == 1:
             self.survivals = []
         size = draft.stops[-1] - (draft.stops[-2] if draft.num_stages > 1 else 1)
         with self.learner.lock:
+            self.learner.settle()
             self.survivals.append(self.learner.value.survival(draft))
             return self.learner.opens(draft.num_stages, sum(draft.scores), self.survivals, size)
 
@@ -178,7 +192,8 @@ class Auto:
             return
         if self.last is not None:
             first = round.stage_records[0].stop
-            learner.value.hindsight(self.last, sum(node < first for node in round.path))
+            tokens = sum(node < first for node in round.path)
+            learner.lessons.append(partial(learner.value.hindsight, self.last, tokens))
         right = round.path[-1:] == [round.draft.tip] and round.finish is None
         self.last = round if right and not cut else None
         learner.observe(round)
