@@ -78,7 +78,7 @@ def main() -> None:
     spec = "logits:*bf16 best:*fp32 where:*i32 mass:*fp32"
     found["pick share"] = used(pick.share_kernel, spec, shares | dict(SHARE=pick.SHARE), 8, 1)
     spec = "best:*fp32 where:*i32 mass:*fp32 kept:*i64 out:*fp64"
-    found["pick join"] = used(pick.join_kernel, spec, shares | dict(PADDED=8), 1, 1)
+    found["pick join"] = used(pick.join_kernel, spec, shares | dict(PADDED=8, MAPPED=True), 1, 1)
     print(json.dumps(found))
 
 

@@ -8,10 +8,12 @@ from dloop.fast.plain import PlainOps
 from dloop.fast.rows import Layout, RowBatch, Run, bucket_of, pack_rows
 from dloop.fast.target import columns_of
 from dloop.kernels.shapes import GROUP, KEYS, Heads, Store
+from dloop.testing import tiny_drafter, tiny_target
 from dloop.types import Rows
 
 attention = pytest.importorskip("dloop.kernels.attention", reason="needs Triton")
 linear, markov = pytest.importorskip("dloop.kernels.linear"), pytest.importorskip("dloop.kernels.markov")
+pick = pytest.importorskip("dloop.kernels.pick")
 
 HEADS = Heads(queries=2, keys=1, dim=16, eps=1e-6, frequency=torch.ones(8), scaling=1.0)
 CAPACITY = (GROUP + 2) * KEYS
@@ -121,7 +123,6 @@ def test_more_sequences_than_a_launch_takes_are_drafted_like_few(monkeypatch):
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter is NumPy
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_the_most_likely_token_is_the_first_of_equals_whatever_share_it_lies_in(monkeypatch, kind):
-    pick = pytest.importorskip("dloop.kernels.pick")
     monkeypatch.setattr(pick, "SHARE", 16)
     logits = torch.randn(6, 70, generator=torch.Generator().manual_seed(0)).to(kind)
     logits[0, [12, 40, 69]] = 9.0
@@ -134,6 +135,39 @@ def test_the_most_likely_token_is_the_first_of_equals_whatever_share_it_lies_in(
     torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-6)
     nothing = pick.launch(torch.full((1, 70), float("nan"), dtype=kind), kept, pdl=False)
     assert 0 <= nothing[0, 0] < 210, "a row that nobody fills must name a token"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        ("dflash", None),
+        ("domino", None),
+        ("dspark", "vanilla"),
+        ("dspark", "gated"),
+        ("dspark", "rnn"),
+        ("dspark", None),
+    ],
+)
+def test_every_family_s_proposals_are_the_twin_s(monkeypatch, family, head, count):
+    """Heads whose rows correct one another included, for one sequence and for several; a row fills the bucket up."""
+    from dloop.fast.fused import TritonOps
+
+    monkeypatch.setattr(pick, "SHARE", 16)
+    target = tiny_target()
+    words = {"head": head} if family == "dspark" else {}
+    drafter = tiny_drafter(target, family=family, **words)
+    model, generator = drafter.model, torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():  # corrections begin at zero
+            weight.normal_(std=0.5, generator=generator)
+        hidden = torch.randn(count * model.config.block_size + 1, model.config.hidden_size, generator=generator)
+        anchors = torch.randint(target.vocab_size, (count,), generator=generator)
+        given = hidden, anchors, model, drafter.vocabulary
+        found, plain = TritonOps(16).propose(*given), PlainOps().propose(*given)
+    assert found.shape == (count, 3, model.config.stage_len) and found.is_contiguous()
+    assert torch.equal(found[:, 0], plain[:, 0])
+    torch.testing.assert_close(found, plain, atol=1e-4, rtol=1e-4)
 
 
 def test_pairs_of_embedding_and_state_are_normed_each_by_itself():

@@ -1,11 +1,13 @@
 """The fast path's arithmetic by Triton kernels: CUDA, bfloat16."""
 
+import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from dloop.drafters.block import BlockModel
 from dloop.drafters.dspark import DSpark
-from dloop.fast.plain import PlainOps
+from dloop.drafters.path import PathModel
 from dloop.fast.rows import RowBatch
 from dloop.kernels import attention, linear, markov, norm, pick, rope
 from dloop.kernels.linear import Tiling
@@ -56,12 +58,25 @@ class TritonOps:
         self, hidden: Float[Tensor, "R D"], anchors: Int[Tensor, " S"], model: BlockModel, vocabulary: Vocabulary
     ) -> Float64[Tensor, "S 3 k"]:
         """The packed greedy proposals of S stages, whose rows stand one after the other."""
+        logits, size = self.head(hidden, vocabulary.head), model.config.block_size
         head = model.markov_head if isinstance(model, DSpark) else None
-        if head is None or head.kind != "vanilla":  # the others have no kernel
-            return PlainOps().propose(hidden, anchors, model, vocabulary)
-        logits = self.head(hidden, vocabulary.head)
-        w1, w2 = head.markov_w1.weight, head.markov_w2.weight
-        return markov.launch(logits, anchors, w1, w2, block=model.config.block_size, pdl=self.pdl)
+        if head is not None and head.kind == "vanilla":
+            return markov.launch(
+                logits, anchors, head.markov_w1.weight, head.markov_w2.weight, block=size, pdl=self.pdl
+            )
+        if not isinstance(model, PathModel):  # no row depends on another's token
+            found = pick.launch(logits, None, self.pdl)[: len(anchors) * size]
+            return model.predicting(found.unflatten(0, (-1, size))).mT.contiguous()
+        rows, base = (
+            model.predicting(x[: len(anchors) * size].unflatten(0, (-1, size))).unbind(1) for x in (hidden, logits)
+        )
+        found, previous, state = list[Tensor](), anchors, None
+        for row in range(len(rows)):
+            features, state = model.read(row, rows[row], previous, state, vocabulary)
+            corrected = base[row] if features is None else base[row] + F.linear(features, model.output)
+            found.append(pick.launch(corrected.contiguous(), None, self.pdl))
+            previous = found[-1][:, 0].long()
+        return torch.stack(found, -1)
 
     def pair(
         self,

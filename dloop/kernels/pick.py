@@ -44,11 +44,12 @@ def join_kernel(
     best,  # [R, SHARES]
     where,  # [R, SHARES]
     mass,  # [R, SHARES]
-    kept,  # [V] int64
+    kept,  # [V] int64, if MAPPED
     out,  # [R, 3] float64
     V: tl.constexpr,
     SHARES: tl.constexpr,
     PADDED: tl.constexpr,
+    MAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The token of one row, in the target's ids, its log-probability and the top one, which is the same."""
@@ -63,19 +64,21 @@ def join_kernel(
     token = tl.min(tl.where(inside & (tops == top), token, V - 1), 0)  # a token even where no logit is a number
     total = tl.sum(tl.load(mass + row * SHARES + p, mask=inside, other=0.0) * tl.exp(tops - top), 0)
     logp = (0.0 - tl.log(total)).to(tl.float64)
-    tl.store(out + row * 3, tl.load(kept + token).to(tl.float64))
+    if MAPPED:
+        token = tl.load(kept + token)
+    tl.store(out + row * 3, token.to(tl.float64))
     tl.store(out + row * 3 + 1, logp)
     tl.store(out + row * 3 + 2, logp)
 
 
-def launch(logits: Float[Tensor, "R V"], kept: Int[Tensor, " V"], pdl: bool) -> Float64[Tensor, "R 3"]:
-    """Tokens, their log-probabilities and the top ones (the same), packed."""
+def launch(logits: Float[Tensor, "R V"], kept: Int[Tensor, " V"] | None, pdl: bool) -> Float64[Tensor, "R 3"]:
+    """Tokens (as `kept` names them), their log-probabilities and the top ones (the same), packed."""
     (rows, vocab), shares = logits.shape, triton.cdiv(logits.shape[1], SHARE)
     best = torch.empty(rows, shares, device=logits.device)
     mass, where = torch.empty_like(best), torch.empty_like(best, dtype=torch.int32)
     out = torch.empty(rows, 3, dtype=torch.float64, device=logits.device)
     extra = dict(V=vocab, SHARES=shares, PDL=pdl, **launch_options(pdl))
     share_kernel[(rows, shares)](logits, best, where, mass, SHARE=SHARE, num_warps=8, **extra)
-    padded = triton.next_power_of_2(shares)
-    join_kernel[(rows,)](best, where, mass, kept, out, PADDED=padded, num_warps=1, **extra)
+    extra |= dict(PADDED=triton.next_power_of_2(shares), MAPPED=kept is not None)
+    join_kernel[(rows,)](best, where, mass, where if kept is None else kept, out, num_warps=1, **extra)
     return out
