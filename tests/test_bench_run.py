@@ -1,6 +1,7 @@
 """`dloop bench` end to end on tiny models and hand-written prompts: files, resuming, ranks, failures, speed-ups."""
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import dloop
 from dloop.bench import decode, run
-from dloop.bench.decode import sample_seed
+from dloop.bench.decode import decode_sample, sample_seed
 from dloop.bench.measure import Response, figures
 from dloop.bench.store import Store, read_samples, slug
 from dloop.bench.tasks import chosen
@@ -299,6 +300,19 @@ def test_special_tokens_stay_out_of_the_history(tiny, tmp_path, monkeypatch):
 
 
 # failures
+
+
+def test_the_garbage_collector_does_not_look_through_models_in_the_midst_of_a_text(tiny, tmp_path, monkeypatch):
+    frozen: list[int] = []
+
+    def decoded(*given):
+        frozen.append(gc.get_freeze_count())
+        return decode_sample(*given)
+
+    before = gc.get_freeze_count()
+    monkeypatch.setattr(run, "decode_sample", decoded)
+    assert entry(tiny.words(tmp_path, "--max-samples", "1")) == 0
+    assert min(frozen) > before + 10_000 and gc.get_freeze_count() == 0
 
 
 def test_a_failed_sample_is_a_column_of_its_own(tiny, tmp_path, capsys):

@@ -12,6 +12,7 @@ from pathlib import Path
 from dloop import checkpoint
 from dloop.bench import gate_state
 from dloop.bench.decode import Decoder, decode_sample, warm_up
+from dloop.bench.heap import still_heap
 from dloop.bench.measure import figures
 from dloop.bench.ranks import Ranks, joined
 from dloop.bench.speedup import baseline_folder, device_name, find_baseline, speedup
@@ -68,7 +69,8 @@ def bench(commands: Sequence[Command], names: Sequence[str], drafters: Sequence[
             decoder = decoder_of(each, name, target, tokenizer)
             warm_up(decoder, sets[0].samples[0])
             runs.append(Run(each, ranks, decoder, about(each, decoder) if ranks.leads else {}))
-        summaries = [summary for data in sets for summary in measure_set(runs, data)]
+        with still_heap():
+            summaries = [summary for data in sets for summary in measure_set(runs, data)]
     if not ranks.leads:
         return 0
     if command.json:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from dloop.api import start
+from dloop.bench.heap import still_heap
 from dloop.certificate.margins import NEAR_TIE, Difference, Keeping, first_difference
 from dloop.chat import Tokenizer, load_tokenizer
 from dloop.cli.answer import decode as decode_stream
@@ -98,7 +99,7 @@ def race(command: Command) -> int:
     pair = load(command, command.dtype)
     kinds = list(PROMPTS)[: command.prompts]
     total = 3 * len(kinds) + (command.dtype != "float32")
-    with bar(total) as progress:
+    with bar(total) as progress, still_heap():
         runs = run_all(pair, command, kinds, progress)
         control = None if command.dtype == "float32" else float32_control(command, kinds[-1], progress)
     done = Race(runs=runs, control=control, headroom=headroom(pair, command.loop_gate, runs))
