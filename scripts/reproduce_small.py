@@ -68,6 +68,7 @@ class Campaign:
     max_samples: int = option(16, "of each set", group="measurement")
     max_new_tokens: int = option(256, "most tokens of a measured answer", group="measurement")
     gates: list[str] = option(["-0.5"], "open gates to measure; the first is the report's", group="measurement")
+    bench: str = option("", "more flags of dloop bench, without their dashes: 'tree-budget=0'", group="measurement")
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "arithmetic", group="run")
     output_dir: Path = option(Path("outputs/reproduce-small"), "where everything goes", group="run")
     minutes: float = option(8.5, "of this call; more calls go on", group="run")
@@ -165,7 +166,7 @@ def measuring(given: Campaign) -> list[str]:
         "bench", "--model", given.model, "--draft-model", str(drafters / "loop"), f"--loop-gate={given.gates[0]}",
         "--dataset", given.dataset, *source, "--max-samples", str(given.max_samples), "--max-new-tokens",
         str(given.max_new_tokens), "--dtype", given.dtype, "--output-dir", str(given.output_dir / "results"),
-        "--beside", *beside,
+        *(f"--{flag}" for flag in shlex.split(given.bench)), "--beside", *beside,
     ]  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def rows(campaign: Campaign) -> list[dict]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_step_is_a_command_that_parses(given, family, monkeypatch):
-    campaign = given(family=family)
+    campaign = given(family=family, bench="temperature=1 tree-budget=0")
     monkeypatch.setattr(reproduce_small, "reporting", lambda given: ["report", "--results", "r"])
     commands = [step.command(campaign) for step in plan(campaign)]
     assert [step.name for step in plan(campaign)] == STEPS
