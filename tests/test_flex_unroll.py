@@ -1,4 +1,4 @@
-"""An unroll through flex attention is its dense twin: the same mask, losses and gradients, and memory that grows as it does."""
+"""An unroll through flex attention is its dense twin: the same mask, losses and gradients; memory grows by the step."""
 
 import copy
 import json
@@ -45,7 +45,7 @@ def backward_anywhere(monkeypatch):
 
 @pytest.fixture
 def kernels(unchecked):
-    """Compiled afresh, and compiled indeed: one variant too many would run the eager form, which is the twin's equal."""
+    """Compiled afresh, and compiled indeed: one variant too many would run the eager form, which is right as well."""
     torch.compiler.reset()
     with dynamo.patch(fail_on_recompile_limit_hit=True):
         yield
@@ -115,8 +115,8 @@ def rows_of(steps: int, width: int, heads: int = 4, dim: int = 8, dtype=torch.fl
 
 
 def literal(queries, steps, first: int = 0, later: int = 0) -> torch.Tensor:
-    """Row p sees the first step's keys up to p + `first` and, of every other step, the one at p + `later`; row 0 its own
-    at least. In float64.
+    """Row p sees the first step's keys up to p + `first`, row 0 its own at least, and of every later step the one at
+    p + `later`. In float64.
     """
     width = queries.shape[2]
     rows, keys = torch.arange(width, device=queries.device)[:, None], torch.arange(width, device=queries.device)
@@ -212,7 +212,7 @@ def test_flops_leave_attention_out_and_nothing_else():
         assert objective.settings.attention == attention
     product = 2 * 2 * 64 * 64 * 32  # of all rows with all of the first step's keys, in all heads
     attention = [whole - rest for whole, rest in zip(*found.values(), strict=True)]
-    assert attention == [0, 8 * product, 16 * product]  # two forward, two anew, four backward; the first step's is fused
+    assert attention == [0, 8 * product, 16 * product]  # two forward, two anew, four backward; the first step is fused
 
 
 def features(target, objective, batch):

@@ -1,7 +1,7 @@
 """The attention of an unroll through flex attention: the first step's rows causally, with no score ever held.
 
 Of the later steps a row sees nothing but its own rows, one a step. They are no keys of the kernel, which would visit a
-block of 128 for each of them: its log-sum-exp tells what the first step weighs beside them, and they are mixed in after.
+block of 128 for each: its log-sum-exp tells what the first step weighs beside them, and they are mixed in afterwards.
 So one block mask serves all steps, and no step's keys are kept twice.
 Sources: torch.nn.attention.flex_attention; online softmax, as in FlashAttention.
 """
@@ -78,8 +78,9 @@ def merged(
     keys: Float[Tensor, "B Hkv m T d"],
     values: Float[Tensor, "B Hkv m T d"],
 ) -> Float[Tensor, "B H T d"]:
-    """What a row mixed of keys whose scores have this log-sum-exp, and its own m further keys, as one softmax. Heads of a
-    group share keys.
+    """One softmax of the keys that a row has mixed, whose scores have this log-sum-exp, and of its own m further ones.
+
+    Heads of a group share keys.
     """
     wide = torch.promote_types(queries.dtype, torch.float32)
     grouped, before, past = (x.unflatten(1, (keys.shape[1], -1)).to(wide) for x in (queries, mixed, lse))
