@@ -17,6 +17,7 @@ from dloop.train import pieces
 from dloop.train.batch import TrainBatch
 from dloop.train.parallel import local
 from dloop.train.trainer import GraphedStep, Step
+from dloop.train.unroll import UnrollObjective
 
 STEPS = 5  # timed
 WARM_UP = 3  # a graph is captured at the second step of a shape
@@ -158,7 +159,10 @@ def flops_of(step: Step, parts: list[TrainBatch], depth: int) -> int:
     finally:
         objective.settings = settings
     found = {str(kind): count for kind, count in counter.get_flop_counts()["Global"].items()}
-    return sum(count for kind, count in found.items() if settings.attention == "dense" or "attention" not in kind)
+    words = () if settings.attention == "dense" else ("attention",)
+    if words and isinstance(objective, UnrollObjective):
+        words = "attention", "bmm"  # its dense pieces are batched products
+    return sum(count for kind, count in found.items() if not any(word in kind for word in words))
 
 
 def rows_of(step: Step, parts: list[TrainBatch], depth: int) -> tuple[int, int]:

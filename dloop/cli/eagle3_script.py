@@ -6,7 +6,16 @@ from typing import Literal, TypeVar
 
 from dloop.cli.args import option, parse
 from dloop.cli.train import MOST_STEPS, Command
-from dloop.cli.train_script import DEFAULT_EMBEDDING, DEFAULT_HEAD, FORMER, READ_AT_ONCE, as_command, refuse, tell
+from dloop.cli.train_script import (
+    DEFAULT_EMBEDDING,
+    DEFAULT_HEAD,
+    FORMER,
+    READ_AT_ONCE,
+    as_command,
+    refuse,
+    refuse_two,
+    tell,
+)
 from dloop.errors import UserError
 
 T = TypeVar("T")
@@ -74,7 +83,7 @@ class Published(Command):
         None, "lengths of the unroll, one drawn each step", group="objective"
     )
     attention_backend: Literal["sdpa", "flex_attention", "eager", "fa"] = option(
-        "flex_attention", "taken, and told what is used instead: PyTorch's own", group="speed"
+        "flex_attention", "taken, and told what is used instead: PyTorch's own; see --attention", group="speed"
     )
     dataloader_num_workers: int = option(4, f"taken: {READ_AT_ONCE}", group="data")
     build_dataset_num_proc: int | None = option(None, f"taken: {READ_AT_ONCE}", group="data")
@@ -114,7 +123,8 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
     is_text = command.train_data_path.suffix == ".jsonl"
     if is_text and command.chat_template == "llama3":
         raise UserError("--chat-template llama3 is not offered: name qwen (for Qwen3) or model (the target's own)")
-    tell(prog, command.attention_backend)
+    refuse_two(command.attention, command.attention_backend)
+    tell(prog, "sdpa" if command.attention == "flex" else command.attention_backend)
     start = merged("--draft-init-path", command.draft_init_path, "--ckpt-dir", command.ckpt_dir, None)
     if command.mtp is not None:
         start = head_of(command, start)

@@ -134,7 +134,7 @@ class Command(Common):
     device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one", group="speed")
     attention: Literal["dense", "flex"] = option(
         "dense",
-        "of a block drafter's packed stages: dense masks keys that no row sees, flex leaves out blocks of them (a GPU)",
+        "of packed stages and unrolls: dense masks keys that no row sees, flex leaves out blocks of them (a GPU)",
         group="speed",
     )
     gradient_checkpointing: bool = option(

@@ -50,7 +50,6 @@ FAMILIES_OF: dict[str, tuple[str, ...]] = {  # flags that some objectives have n
     "loss_decay_gamma": BLOCK_FAMILIES,
     "dloop_max_stage": BLOCK_FAMILIES,
     "gap_rows": BLOCK_FAMILIES,
-    "attention": BLOCK_FAMILIES,
     "init_layers": BLOCK_FAMILIES,
     "ttt_length_dist": CHAIN_FAMILIES,
     "loss_mask_shift": CHAIN_FAMILIES,
@@ -90,8 +89,6 @@ def refuse_together(command: Command) -> None:
         raise UserError("--profile takes steps that are no part of a run; add --dry-run")
     if command.peak_tflops is not None and not (command.profile and 0 < command.peak_tflops < math.inf):
         raise UserError(f"--peak-tflops {command.peak_tflops} must be above 0, and goes with --profile")
-    if command.cuda_graphs and command.attention == "flex":
-        raise UserError("--attention flex is not offered with --cuda-graphs; leave one of them out")
     if command.cuda_graphs and command.accumulation_steps > 1:
         raise UserError("--cuda-graphs needs --accumulation-steps 1; leave one of them out")
 

@@ -60,8 +60,7 @@ def forwarded(prog: str, words: list[str]) -> list[str]:
     refuse(command, TAKEN)
     check_draft(command)
     flex = command.attention_backend == "flex_attention"
-    if not flex and command.attention == "flex":
-        raise UserError(f"--attention flex and --attention-backend {command.attention_backend} differ; give one")
+    refuse_two(command.attention, command.attention_backend)
     tell(prog, "sdpa" if flex else command.attention_backend)
     command = dataclasses.replace(command, report_to="csv" if command.report_to == "none" else command.report_to)
     return as_command(command if flex else dataclasses.replace(command, attention="dense"))
@@ -117,6 +116,12 @@ def check_draft(command: Published) -> None:
                 f"--{name.replace('_', '-')} {value} is not the drafter's, whose config says {found[name]} ({path}); "
                 "leave it out, or change the config of a new drafter"
             )
+
+
+def refuse_two(attention: str, attention_backend: str) -> None:
+    """Raises UserError where our flag and the published one name different kernels."""
+    if attention == "flex" and attention_backend != "flex_attention":
+        raise UserError(f"--attention flex and --attention-backend {attention_backend} differ; give one")
 
 
 def tell(prog: str, attention_backend: str) -> None:

@@ -234,10 +234,8 @@ def build_step(
 
 
 def attention_of(command: Command, config: HostConfig, device: torch.device) -> Attention:
-    """What packed stages attend with; an unroll has none."""
+    """What packed stages and unrolls attend with."""
     if command.attention == "flex":
-        if not isinstance(config, BlockConfig):
-            raise UserError("--attention flex is for block drafters, whose stages are packed; leave it out")
         check_flex(config, device)
     return command.attention
 

@@ -147,7 +147,7 @@ class Assistant(ChainModel):
         attend: Look,
     ) -> Float[Tensor, "B n D"]:
         """Source of the scale: the target's own, rounded like its weights."""
-        scale = torch.tensor(self.config.backbone_size**0.5, dtype=embedded.dtype, device=embedded.device)
+        scale = torch.full((), self.config.backbone_size**0.5, dtype=embedded.dtype, device=embedded.device)
         x = self.pre_projection(torch.cat([embedded * scale, states.to(embedded.dtype)], -1))
         rotary = {kind: turning(positions, lent, x.dtype) for kind, lent in self.config.borrows.items()}
         for layer, kind in zip(self.model.layers, self.config.layer_types, strict=True):

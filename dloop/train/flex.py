@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
-from dloop.drafters.config import BlockConfig
+from dloop.drafters.host import HostConfig
 from dloop.errors import UserError
 from dloop.train.packed import PackedStages
 
@@ -74,10 +74,12 @@ def ordered(blocks: Bool[Tensor, "B 1 q s"]) -> tuple[Int[Tensor, "B 1 q"], Int[
     return blocks.sum(-1, dtype=torch.int32), numbers.int()
 
 
-def check_flex(config: BlockConfig, device: torch.device) -> None:
-    """Raises UserError where the kernels of flex attention do not run."""
+def check_flex(config: HostConfig, device: torch.device) -> None:
+    """Raises UserError where flex attention is not offered, or its kernels do not run."""
     reason = None
-    if device.type != "cuda":
+    if config.borrows:
+        reason = f"{config.family}'s rows see its target's keys alone, and in dense pieces few that they do not see"
+    elif device.type != "cuda":
         reason = f"its kernels need a GPU, this run is on {device}"
     elif config.head_dim < 16 or config.head_dim & (config.head_dim - 1):
         reason = f"its kernels need heads of 16, 32, 64 ... dimensions, the drafter's have {config.head_dim}"

@@ -64,6 +64,8 @@ class AssistantObjective(UnrollObjective):
     """Cross-entropy with the target's law over all its words, whose logits may be bent; the head is the drafter's."""
 
     def begin(self, batch: TrainBatch, features: BatchFeatures) -> Unroll:
+        if self.settings.attention == "flex":
+            raise ValueError("rows over lent keys attend in dense pieces; see check_flex")
         chains = LentUnroll.begin(self.model, self.vocabulary, batch, features.last)
         assert isinstance(chains, LentUnroll)
         pairs = of_rows(features.taps, self.model.config.borrows)

@@ -48,7 +48,7 @@ class ObjectiveSettings:
     weights: DSparkWeights = DSparkWeights()  # DSpark
     lambda_base_start: float = 1.0  # Domino, host training
     lambda_base_decay_ratio: float = 0.5  # Domino, host training
-    attention: Literal["dense", "flex"] = "dense"  # of block families' packed stages
+    attention: Literal["dense", "flex"] = "dense"  # of packed stages, and of an unroll over keys of its own
     recompute: bool = False  # stages and steps anew for the gradient, in place of keeping what they computed
     share: Share = ALONE  # of the processes that share a batch
     loss_mask_shift: int = 0  # EAGLE-3: the row of token t counts if token t + shift is a label

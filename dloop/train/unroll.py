@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 from dloop.drafters.chain import ChainModel
 from dloop.drafters.memory import KeyValues
@@ -23,6 +24,7 @@ from dloop.targets.hf import BatchFeatures
 from dloop.train import pieces
 from dloop.train.anchors import Anchors
 from dloop.train.batch import TrainBatch
+from dloop.train.flex_unroll import causal, flexed
 from dloop.train.losses import Sums
 from dloop.train.objective import Loss, Objective, TotalWeights
 from dloop.train.pieces import Worked, even, recomputed
@@ -54,6 +56,7 @@ class Unroll:
     memory: list[KeyValues] = field(default_factory=list[KeyValues])  # one a step
     steps: int = 0  # done
     recompute: bool = False  # a step anew for the gradient
+    mask: BlockMask | None = None  # of the first step's rows, for flex attention; None: dense
 
     @classmethod
     def begin(
@@ -94,7 +97,9 @@ class Unroll:
         def attend(queries: Tensor, own: KeyValues) -> Tensor:
             found.append(own)
             first, *later = (*memory, own)
-            return joint(queries, first, later)
+            if self.mask is None or not later:  # the first step's kernel holds no scores either
+                return joint(queries, first, later)
+            return flexed(queries, first, later, self.mask)
 
         return self.model.rows(read, embedded, places, attend), found
 
@@ -205,6 +210,8 @@ class UnrollObjective(Objective):
         """The chains of a batch."""
         chains = Unroll.begin(self.model, self.vocabulary, batch, self.model.reads(features.taps, features.last))
         chains.recompute = self.settings.recompute
+        if self.settings.attention == "flex":
+            chains.mask = causal(batch.tokens.shape[1], batch.tokens.device)
         return chains
 
     def row_sums(
