@@ -123,7 +123,7 @@ def test_the_benchmark_of_published_sizes_times_every_host(monkeypatch, tmp_path
             script.main(words)
 
 
-@pytest.mark.parametrize("family", BLOCK_FAMILIES)
+@pytest.mark.parametrize("family", [*BLOCK_FAMILIES, "eagle3"])
 def test_compiled_parts_change_no_loss_and_are_compiled_a_few_times(monkeypatch, family, unchecked):
     """Traced, then run as it is: whether a kernel is right is the compiler's business, how often it is asked ours."""
     counter, compile_function, compile_module = CompileCounterWithBackend("aot_eager"), torch.compile, nn.Module.compile
@@ -132,12 +132,13 @@ def test_compiled_parts_change_no_loss_and_are_compiled_a_few_times(monkeypatch,
     compiled_layer.cache_clear()
     torch.compiler.reset()
     target = tiny_target("llama", seed=3)
-    model = tiny_drafter(target, family=family).model.requires_grad_(True)
-    twin, taps = copy.deepcopy(model), model.config.target_layer_ids
+    drafter = tiny_drafter(target, family=family)
+    model, taps = drafter.model.requires_grad_(True), drafter.taps
+    twin, depths = copy.deepcopy(model), (2, 4, 5) if family == "eagle3" else (0, 1, 2, 3)
     plain, fused = (objective_of(one, target.vocabulary, ObjectiveSettings(num_anchors=8)) for one in (model, twin))
     fused.compile_parts()
     assert list(model.state_dict()) == list(twin.state_dict())
-    for width, depth in itertools.product((64, 128, 192), (0, 1, 2, 3)):
+    for width, depth in itertools.product((64, 128, 192), depths):
         tokens, mask = torch.randint(3, target.vocab_size, (2, width)), torch.ones(2, width, dtype=torch.bool)
         batch = TrainBatch(tokens, mask, mask.sum(1), torch.zeros(2, dtype=torch.long))
         features, same = target.features(tokens, taps), target.features(tokens, taps, compiled=True)
@@ -151,7 +152,7 @@ def test_compiled_parts_change_no_loss_and_are_compiled_a_few_times(monkeypatch,
             for loss, one in zip(losses, (model, twin), strict=True)
         ]
         torch.testing.assert_close(*found)
-        if (width, depth) == (128, 0):
+        if (width, depth) == (128, depths[0]):
             counted = counter.frame_count
     assert counter.frame_count == counted < 24  # widths and depths to come are known to what is compiled
     compiled_layer.cache_clear()

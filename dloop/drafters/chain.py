@@ -64,6 +64,9 @@ class ChainModel(HostModel):
     def logits(self, states: Float[Tensor, "... D"], vocabulary: Vocabulary) -> Float[Tensor, "... W"]:
         """Over the head's own vocabulary; `vocabulary` is the target's, for those that share its head."""
 
+    def compile_layers(self) -> None:
+        """Let a compiler fuse what runs between the matrix products, where that is offered; names and weights stay."""
+
     @property
     @abstractmethod
     def kept(self) -> Int[Tensor, " W"] | None:

@@ -16,6 +16,7 @@ from dloop.drafters.chain import Attend, ChainModel
 from dloop.drafters.config import Json, Reader, fully_attends
 from dloop.drafters.host import HostConfig
 from dloop.drafters.layers import MLP, Attention, RMSNorm, Rotary
+from dloop.drafters.memory import KeyValues
 from dloop.types import Vocabulary
 
 DEPTH = 7  # tokens of a chain: the length of the published training-time test
@@ -180,8 +181,17 @@ class Midlayer(nn.Module):
     def forward(
         self, states: Float[Tensor, "B n D"], embedded: Float[Tensor, "B n D"], rotary: Rotary, attend: Attend
     ) -> Float[Tensor, "B n D"]:
+        return self.after(states, attend(*self.before(states, embedded, rotary)))
+
+    def before(
+        self, states: Float[Tensor, "B n D"], embedded: Float[Tensor, "B n D"], rotary: Rotary
+    ) -> tuple[Float[Tensor, "B H n d"], KeyValues]:
+        """What attention takes: queries, and the rows' own keys and values."""
         pairs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], -1)
-        mixed = attend(self.self_attn.queries(pairs, rotary), self.self_attn.project(pairs, rotary))
+        return self.self_attn.queries(pairs, rotary), self.self_attn.project(pairs, rotary)
+
+    def after(self, states: Float[Tensor, "B n D"], mixed: Float[Tensor, "B H n d"]) -> Float[Tensor, "B n D"]:
+        """The residual with what attention mixed and the MLP adds."""
         states = states + self.self_attn.output(mixed)
         return states + self.mlp(self.post_attention_layernorm(states))
 
@@ -213,6 +223,10 @@ class Eagle3(ChainModel):
         attend: Attend,
     ) -> Float[Tensor, "B n D"]:
         return self.midlayer(states, embedded, Rotary.at(positions, self.config, states.dtype), attend)
+
+    def compile_layers(self) -> None:
+        for name in ("before", "after"):
+            vars(self.midlayer)[name] = torch.compile(getattr(self.midlayer, name))
 
     def logits(self, states: Float[Tensor, "... D"], vocabulary: Vocabulary) -> Float[Tensor, "... W"]:
         return self.lm_head(self.norm(states))

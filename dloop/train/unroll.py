@@ -160,6 +160,10 @@ class UnrollObjective(Objective):
         beyond = Sums(loop, own.loop) if depth > self.stage_len else None
         return Loss(done.value / rows.host, Sums(host, own.host), beyond)
 
+    def compile_parts(self) -> None:
+        super().compile_parts()
+        self.model.compile_layers()
+
     @property
     def stage_len(self) -> int:
         """Steps that are the host's own."""
