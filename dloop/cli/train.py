@@ -143,7 +143,7 @@ class Command(Common):
     cache_features: bool = option(False, "run the target once and keep its features in device memory", group="speed")
     compile: bool = option(
         False,
-        "fuse what runs between matrix products: layers of the target, block drafters and EAGLE-3, work on the vocabulary",
+        "fuse what runs between matrix products: layers of target, block drafters and EAGLE-3, the vocabulary's work",
         group="speed",
     )
     cuda_graphs: bool = option(False, "replay steps as CUDA graphs", group="speed")
