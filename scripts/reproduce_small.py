@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +34,7 @@ from dloop.offline import smollm2
 from dloop.records import Json
 
 AGAIN = 75  # exit status: the time is up, the same call goes on (EX_TEMPFAIL of sysexits.h)
+STOPPED = 128 + signal.SIGINT
 GRACE_S = 90.0  # for a command to save what it has
 SETS = "gsm8k,math500,aime25,humaneval,mbpp,livecodebench,mt-bench,alpaca"
 Run = Callable[[Sequence[str], float], int]
@@ -158,8 +160,9 @@ def loop_aware(given: Campaign) -> list[str]:
 def measuring(given: Campaign) -> list[str]:
     """The command that measures plain decoding and every drafter, gate closed and open, in turn."""
     drafters = given.output_dir / "drafters"
-    beside = ["baseline", *(f"draft-model={drafters / name} loop-gate=1" for name in ("host", "host_as_long", "loop"))]
-    beside += [f"draft-model={drafters / 'host_as_long'} loop-gate={given.gates[0]}"]
+    place = {name: shlex.quote(f"draft-model={drafters / name}") for name in ("host", "host_as_long", "loop")}
+    beside = ["baseline", *(f"{drafter} loop-gate=1" for drafter in place.values())]
+    beside += [f"{place['host_as_long']} loop-gate={given.gates[0]}"]
     beside += [f"loop-gate={gate}" for gate in given.gates[1:]]
     source = [] if given.data_dir is None else ["--data-dir", str(given.data_dir)]
     return [
@@ -173,10 +176,11 @@ def measuring(given: Campaign) -> list[str]:
 def reporting(given: Campaign) -> list[str]:
     """The command that writes the list, the page and the picture of everything that was measured."""
     results, out = given.output_dir / "results", given.output_dir
-    folders = [path.parent for path in sorted(results.rglob("summary.json")) if "baseline--" not in str(path)]
+    files = sorted(results.rglob("summary.json"))
+    folders = [path.parent for path in files if json.loads(path.read_text())["draft"] is not None]
     return [
         "report", "--results", str(results), "--compare", "host_as_long", "dloop", "--name",
-        *(f"{folder}={setting_of(given, folder)}" for folder in folders), "--gain", str(out / "gain.json"),
+        *(f"{escape(str(folder))}={setting_of(given, folder)}" for folder in folders), "--gain", str(out / "gain.json"),
         "--markdown", str(out / "gain.md"), "--plot", str(out / "gain.png"),
     ]  # fmt: skip
 
@@ -253,29 +257,46 @@ def plan(given: Campaign) -> list[Step]:
 
 
 def run_dloop(words: Sequence[str], seconds: float) -> int:
-    """The exit status of a `dloop` command; AGAIN if the time ended it, after it has saved what it had."""
-    with subprocess.Popen([sys.executable, "-m", "dloop", *words]) as process:
+    """The exit status of a `dloop` command; AGAIN or STOPPED if the time or the user ended it, after it has saved."""
+    command = [sys.executable, "-m", "dloop", *words]
+    with subprocess.Popen(command, process_group=0) as process:  # a terminal's Ctrl-C reaches it once, from here
         try:
             return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+            status = STOPPED if isinstance(error, KeyboardInterrupt) else AGAIN
+        process.send_signal(signal.SIGINT)
         try:
             process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
             process.kill()
-    return AGAIN
+    return status
 
 
 def rows_of(log: Path) -> list[dict[str, Json]]:
-    """What earlier calls wrote down."""
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    """What earlier calls wrote down. Raises UserError for a line that was not written to its end."""
+    rows: list[dict[str, Json]] = []
+    for number, line in enumerate(log.read_text().splitlines() if log.exists() else [], 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"{log}, line {number}, is damaged; remove it, and its step runs again") from error
+    return rows
+
+
+def refuse_another(given: Campaign, rows: Sequence[dict[str, Json]]) -> None:
+    """Raises UserError where a step before the measurement has ended with other settings: later ones built on it."""
+    for step in plan(given)[:-2]:
+        words = step.command(given)
+        if any(row["step"] == step.name and row["exit"] == 0 and row["command"] != words for row in rows):
+            raise UserError(f"{given.output_dir} holds {step.name!r} of other settings; give another --output-dir")
 
 
 def go_on(given: Campaign, run: Run = run_dloop) -> int:
     """Run what is left of the plan as far as the time goes; the exit status."""
+    log, end = given.output_dir / "campaign.jsonl", time.monotonic() + 60 * given.minutes
+    refuse_another(given, rows_of(log))
     given.output_dir.mkdir(parents=True, exist_ok=True)
     write_drafter(given)
-    log, end = given.output_dir / "campaign.jsonl", time.monotonic() + 60 * given.minutes
     for step in plan(given):
         words = step.command(given)
         earlier = [row for row in rows_of(log) if row["command"] == words]
@@ -301,12 +322,15 @@ def main() -> int:
     """One call."""
     try:
         given = parse(Campaign, "reproduce_small.py", sys.argv[1:])
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # no command goes on without the one that began it
         status = go_on(given)
     except UserError as error:
         print(f"reproduce_small: {error}", file=sys.stderr)
         return 2
     if status == AGAIN:
         print("reproduce_small: the time is up; the same call goes on", file=sys.stderr)
+    if status == STOPPED:
+        print("reproduce_small: stopped; the same call goes on", file=sys.stderr)
     return status
 
 

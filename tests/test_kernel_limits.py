@@ -121,6 +121,15 @@ def test_more_sequences_than_a_launch_takes_are_drafted_like_few(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter is NumPy
+def test_a_broken_row_of_a_stage_names_a_token_that_there_is():
+    """Its row of the head's first factor is read, and the target embeds it."""
+    logits, factors = torch.randn(6, 70), torch.randn(2, 70, 8)
+    logits[0] = torch.nan
+    found = markov.launch(logits, torch.tensor([3, 9]), *factors, block=3, pdl=False)
+    assert ((found[:, 0] >= 0) & (found[:, 0] < 70)).all() and found[0, 1, 0].isnan()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter is NumPy
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_the_most_likely_token_is_the_first_of_equals_whatever_share_it_lies_in(monkeypatch, kind):
     monkeypatch.setattr(pick, "SHARE", 16)

@@ -1,7 +1,10 @@
 """One family's campaign: its plan, what a call does and leaves for the next, and a whole one on a tiny target."""
 
 import json
+import os
+import signal
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from dloop.testing import tiny_target, write_target
 
 sys.path.append(str(ROOT / "scripts"))
 import reproduce_small
-from reproduce_small import AGAIN, Campaign, go_on, plan, run_dloop
+from reproduce_small import AGAIN, STOPPED, Campaign, go_on, plan, run_dloop
 
 FAMILIES = ("dspark", "dflash", "domino", "eagle3")
 STEPS = ["greedy", "sampled", "host", "loop", "host_as_long", "measured", "report"]
@@ -101,8 +104,32 @@ def test_what_the_time_ends_is_told_apart_from_what_fails(given, tmp_path):
     assert run_dloop(["data", "--model", "none", "--prompts", "none", "--output", "none.npz"], 0.0) == AGAIN
 
 
-def test_a_whole_campaign_of_a_tiny_target(given, capsys):
-    campaign = given()
+def test_what_the_user_ends_takes_its_command_along():
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert run_dloop(["doctor"], 60) == STOPPED
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_folder_of_other_settings_or_with_a_damaged_log_is_refused(given, monkeypatch):
+    for name in ("join_answers", "link"):
+        monkeypatch.setattr(reproduce_small, name, lambda given, name=None: None)
+    ends = iter([0, 0, 0, 1])
+    assert go_on(given(), lambda words, seconds: next(ends)) == 1
+    config = (given().output_dir / "config.json").read_text()
+    for other in ({"host_steps": 4}, {"greedy_samples": 6}, {"family": "dflash"}):
+        with pytest.raises(UserError, match="of other settings; give another --output-dir"):
+            go_on(given(**other), lambda words, seconds: pytest.fail("later steps would build on the earlier ones"))
+    assert (given().output_dir / "config.json").read_text() == config
+    assert go_on(given(max_samples=2, loop_steps=3), lambda words, seconds: 1) == 1, "these have not been used yet"
+    with (given().output_dir / "campaign.jsonl").open("a") as file:
+        file.write('{"step": "ho')
+    with pytest.raises(UserError, match="line 6, is damaged"):
+        go_on(given(), lambda words, seconds: 0)
+
+
+def test_a_whole_campaign_of_a_tiny_target(given, capsys, tmp_path):
+    campaign = given(output_dir=tmp_path / "an [odd] baseline--place")
     assert go_on(campaign, lambda words, seconds: entry(list(words))) == 0
     assert [(row["step"], row["exit"]) for row in rows(campaign)] == [(step, 0) for step in STEPS]
     listed = json.loads((campaign.output_dir / "gain.json").read_text())

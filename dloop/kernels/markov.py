@@ -75,7 +75,7 @@ def row_kernel(
     narrow = tl.load(w1 + previous[:, None] * RANK + r[None, :], mask=used[:, None] & (r < RANK)[None, :], other=0.0)
     tops = tl.full((WIDTH, COLUMNS), LOW, tl.float32)
     total = tl.zeros((WIDTH, COLUMNS), tl.float32)
-    tokens = tl.full((WIDTH, COLUMNS), V, tl.int32)
+    tokens = tl.full((WIDTH, COLUMNS), V - 1, tl.int32)  # a token even where no logit is a number
     for step in range(STEPS):
         turn = tl.where(row % 2 == 1, STEPS - 1 - step, step)
         v = (turn * PROGRAMS + program) * WIDTH + lane
@@ -95,7 +95,7 @@ def row_kernel(
     top = tl.max(tops, 0)
     out = (row * sequences + s) * PROGRAMS + program
     tl.store(best + out, top, mask=used)
-    tl.store(where + out, tl.min(tl.where(tops == top[None, :], tokens, V), 0), mask=used)
+    tl.store(where + out, tl.min(tl.where(tops == top[None, :], tokens, V - 1), 0), mask=used)
     tl.store(mass + out, tl.sum(total * tl.exp(tops - top[None, :]), 0), mask=used)
 
 
