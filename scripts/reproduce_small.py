@@ -88,7 +88,10 @@ class Campaign:
 
 def new_drafter(given: Campaign) -> HostConfig:
     """A drafter of the target's own shape."""
-    target = AutoConfig.from_pretrained(smollm2() if given.model == "smollm2" else given.model)
+    try:
+        target = AutoConfig.from_pretrained(smollm2() if given.model == "smollm2" else given.model)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {given.model}: no config.json can be read; give a folder or a hub id") from error
     depth = target.num_hidden_layers
     head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     shape = {

@@ -416,8 +416,10 @@ def test_files_that_are_no_calibration_are_refused(tmp_path, capsys):
     for text in ("{", "[1]", '{"schema": 1}', '{"schema": 2, "scores": {}}'):
         path.write_text(text)
         assert "what dloop calibrate --output wrote" in refused(capsys, *words)
-    path.write_text('{"schema": 1, "family": "f", "at": -1, "features": {}, "scores": {"last": {"all": {}}}}')
-    assert "damaged, or of an older dloop" in refused(capsys, *words)
+    lacking = '{"schema": 1, "family": "f", "at": -1, "features": {}, "scores": {%s}}'
+    for group in ('"last": {"all": {}}', ""):  # without source, texts and starts too
+        path.write_text(lacking % group)
+        assert "damaged, or of an older dloop" in refused(capsys, *words)
 
 
 # training
@@ -496,7 +498,7 @@ def test_folders_that_are_no_training_run_are_refused(tmp_path, capsys, text):
 
 def test_a_damaged_log_is_refused(trained, tmp_path, capsys):
     (tmp_path / "run.json").write_bytes((trained / "n1" / "run.json").read_bytes())
-    for text in ("step,epoch\n1,2\n", "step,step_ms\n1,quick\n"):
+    for text in ("step,epoch\n1,2\n", "step,step_ms\n1,quick\n", "step,step_ms\n1,nan\n"):
         (tmp_path / "train.csv").write_text(text)
         assert "train.csv cannot be read" in refused(capsys, "--tables", "A7", "--train-runs", str(tmp_path))
 

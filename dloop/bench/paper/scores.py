@@ -56,7 +56,7 @@ def read_calibration(path: Path) -> Calibration:
         raise UserError(f"--calibrations {path} is no calibration of schema {SCHEMA}; {way_out}")
     found = Calibration(path, cast(Mapping[str, object], made))
     try:
-        rows_of(found)
+        scores([found])
     except (KeyError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise UserError(f"--calibrations {path} is damaged, or of an older dloop ({what}); {way_out} anew") from error

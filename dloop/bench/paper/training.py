@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,8 @@ def step_ms(path: Path) -> float | None:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             times = [float(line["step_ms"]) for line in csv.DictReader(file)]
+        if not all(map(math.isfinite, times)):
+            raise ValueError("a step_ms is no finite number")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}); leave this run out") from error
     return median(times) if times else None
