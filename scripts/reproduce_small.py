@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import escape
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,8 @@ import numpy as np
 from transformers import AutoConfig
 
 from dloop.cli.args import option, parse
+from dloop.cli.bench import others
+from dloop.cli.main import COMMANDS
 from dloop.drafters.config import DSparkConfig
 from dloop.drafters.dflash import DFlashConfig
 from dloop.drafters.domino import DominoConfig
@@ -77,6 +80,8 @@ class Campaign:
 
     def __post_init__(self) -> None:
         """Raises UserError for what no step could use."""
+        if not self.minutes >= 0:
+            raise UserError(f"--minutes {self.minutes} must be a number >= 0")
         if not self.gates:
             raise UserError("--gates names none; give at least one, such as -0.5")
         for path in filter(None, (self.prompts, self.tokens, self.data_dir)):
@@ -294,8 +299,18 @@ def refuse_another(given: Campaign, rows: Sequence[dict[str, Json]]) -> None:
             raise UserError(f"{given.output_dir} holds {step.name!r} of other settings; give another --output-dir")
 
 
+def check(given: Campaign) -> None:
+    """Raises UserError for flags that a later step would refuse, the settings measured beside others included."""
+    for step in plan(given)[:-1]:  # the report's are made of results
+        name, *words = step.command(given)
+        command = parse(import_module(COMMANDS[name].module).Command, f"dloop {name}", words)
+        if step.name == "measured":
+            others(command)
+
+
 def go_on(given: Campaign, run: Run = run_dloop) -> int:
     """Run what is left of the plan as far as the time goes; the exit status."""
+    check(given)
     log, end = given.output_dir / "campaign.jsonl", time.monotonic() + 60 * given.minutes
     refuse_another(given, rows_of(log))
     given.output_dir.mkdir(parents=True, exist_ok=True)

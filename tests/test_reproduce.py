@@ -1,6 +1,7 @@
 """One family's campaign: its plan, what a call does and leaves for the next, and a whole one on a tiny target."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -93,9 +94,13 @@ def test_what_cannot_begin_is_refused(given, tmp_path):
         ({"prompts": None}, "--prompts"),
         ({"tokens": tmp_path / "prompts.jsonl"}, "not both"),
         ({"data_dir": tmp_path / "none"}, "does not exist"),
+        ({"minutes": math.nan}, "--minutes"),
+        ({"gates": ["foo"]}, "--loop-gate"),
+        ({"gates": ["-0.5", "-0.5"]}, "measured already"),
+        ({"bench": "tree-budgets=0"}, "--tree-budget"),
     ):
         with pytest.raises(UserError, match=named):
-            given(**words)
+            go_on(given(**words), lambda words, seconds: pytest.fail("it began"))
 
 
 def test_what_the_time_ends_is_told_apart_from_what_fails(given, tmp_path):
