@@ -120,16 +120,17 @@ def test_more_sequences_than_a_launch_takes_are_drafted_like_few(monkeypatch):
     assert torch.equal(markov.launch(logits, anchors, w1, w2, block=3, pdl=False), together)
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter is NumPy
-def test_a_broken_row_of_a_stage_names_a_token_that_there_is():
-    """Its row of the head's first factor is read, and the target embeds it."""
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:divide by zero")  # the interpreter is NumPy
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_broken_row_of_a_stage_names_a_token_that_there_is(value):
+    """Its row of the head's first factor is read, and the target embeds it; no gate opens on it."""
     logits, factors = torch.randn(6, 70), torch.randn(2, 70, 8)
-    logits[0] = torch.nan
+    logits[0] = value
     found = markov.launch(logits, torch.tensor([3, 9]), *factors, block=3, pdl=False)
     assert ((found[:, 0] >= 0) & (found[:, 0] < 70)).all() and found[0, 1, 0].isnan()
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter is NumPy
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:divide by zero")  # the interpreter is NumPy
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_the_most_likely_token_is_the_first_of_equals_whatever_share_it_lies_in(monkeypatch, kind):
     monkeypatch.setattr(pick, "SHARE", 16)
@@ -142,6 +143,8 @@ def test_the_most_likely_token_is_the_first_of_equals_whatever_share_it_lies_in(
     assert found[:3, 0].tolist() == [36, 207, 0]
     assert torch.equal(found[:, 0], plain[:, 0])
     torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-6)
+    for value in (torch.nan, -torch.inf):
+        assert pick.launch(torch.full((1, 70), value, dtype=kind), kept, pdl=False)[0, 1:].isnan().all()
     nothing = pick.launch(torch.full((1, 70), float("nan"), dtype=kind), kept, pdl=False)
     assert 0 <= nothing[0, 0] < 210, "a row that nobody fills must name a token"
 

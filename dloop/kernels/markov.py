@@ -123,7 +123,7 @@ def finish_kernel(
     token = tl.load(where + at, mask=inside, other=2**31 - 1)
     token = tl.min(tl.where(tops == top, token, 2**31 - 1), 0)
     total = tl.sum(tl.load(mass + at, mask=inside, other=0.0) * tl.exp(tops - top), 0)
-    logp = (0.0 - tl.log(total)).to(tl.float64)
+    logp = tl.where(total > 0, 0.0 - tl.log(total), float("nan")).to(tl.float64)  # no law: never a certain token
     tl.store(out + s * 3 * BLOCK + row, token.to(tl.float64))
     tl.store(out + (s * 3 + 1) * BLOCK + row, logp)
     tl.store(out + (s * 3 + 2) * BLOCK + row, logp)

@@ -63,7 +63,7 @@ def join_kernel(
     token = tl.load(where + row * SHARES + p, mask=inside, other=V - 1)
     token = tl.min(tl.where(inside & (tops == top), token, V - 1), 0)  # a token even where no logit is a number
     total = tl.sum(tl.load(mass + row * SHARES + p, mask=inside, other=0.0) * tl.exp(tops - top), 0)
-    logp = (0.0 - tl.log(total)).to(tl.float64)
+    logp = tl.where(total > 0, 0.0 - tl.log(total), float("nan")).to(tl.float64)  # no law: never a certain token
     if MAPPED:
         token = tl.load(kept + token)
     tl.store(out + row * 3, token.to(tl.float64))
