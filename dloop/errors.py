@@ -19,6 +19,5 @@ def refuse_output(path: Path | None, flag: str) -> None:
         return
     refuse_folder(path, flag)
     if not path.absolute().parent.is_dir():
-        raise UserError(
-            f"{flag} {path} needs a folder that is there, and {path.parent} is no folder; make it first"
-        )
+        what = f"{path.parent} is no folder; make it first"
+        raise UserError(f"{flag} {path} must be a file in a folder that is there: {what}")
