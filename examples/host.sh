@@ -1,6 +1,6 @@
 # What the examples share; sourced by them. Sets `size`, and defines `train_host`.
 # CKPT: the drafter to start from. NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NPROC_PER_NODE: as torchrun's.
-# The paper runs 8 processes a node. Training here is one process so far: with more, `dloop train` stops and says so.
+# The paper runs 8 processes a node: NPROC_PER_NODE=8.
 set -euo pipefail
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 
