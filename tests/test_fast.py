@@ -20,6 +20,7 @@ from dloop.errors import UserError
 from dloop.fast import decode as fast_decode
 from dloop.fast import drafter as fast_drafter
 from dloop.fast.drafter import FastBlockDrafter
+from dloop.fast.drafter_memory import FastBlockMemory
 from dloop.fast.graphs import Forward, Graphs
 from dloop.fast.lease import Leased, lease
 from dloop.fast.ops import supports
@@ -98,6 +99,30 @@ def test_static_drafters_draft_what_their_twin_does(family, reading):
                 assert drafted.tokens == expected.tokens
                 assert drafted.logp == pytest.approx(expected.logp, abs=1e-4)
                 assert drafted.score == pytest.approx(expected.score, abs=1e-4)
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("family", BLOCK_FAMILIES)
+def test_a_gap_that_is_stored_ahead_is_the_gap(family, reading, monkeypatch):
+    """Whether the further stage comes or not, and where the store grows for it."""
+    monkeypatch.setattr(FastBlockMemory, "overlaps", True)
+    fills, fill = list[int](), FastBlockMemory.fill
+    monkeypatch.setattr(FastBlockMemory, "fill", lambda self, gaps: fills.append(len(gaps.runs)) or fill(self, gaps))
+    twin = tiny_drafter(tiny_target(), family=family, gap_rows=reading)
+    slow, fast = twin.open(), FastBlockDrafter.of(twin).open(slots=1, context=16)
+    generator, position, stages = torch.Generator().manual_seed(0), 0, 0
+    for count, most in ((7, 3), (2, 1), (4, 4), (220, 2), (5, 3)):
+        taps = torch.randn(count, 64, generator=generator)
+        for session in (slow, fast):
+            session.extend(0, position, [1] * count, Features(taps=taps, last=taps[:, :32]))
+        position += count
+        for index in range(most):
+            request = StageRequest(slot=0, anchor=5 + index, index=index)
+            expected, drafted = slow.draft([request])[0], fast.draft([request])[0]
+            assert drafted.tokens == expected.tokens
+            assert drafted.logp == pytest.approx(expected.logp, abs=1e-4)
+        stages += most
+    assert len(fills) == stages
 
 
 @pytest.mark.parametrize("count", [9, 30, 100])
@@ -276,16 +301,14 @@ def test_exact_is_refused_where_it_is_not_offered():
 
 
 class Replayed:
-    """Stands for a captured graph and its event: replaying it computes anew."""
+    """Stands for a captured function: replaying it computes anew."""
 
     def __init__(self, forward, made):
-        self.host, self.copied, self.graph, self.fn, self.out = forward.block.copy(), self, self, forward.fn, None
+        self.fn = forward.fn
         made.append(self)
 
-    def synchronize(self): ...
-
-    def replay(self):
-        self.out = self.fn(torch.from_numpy(self.host))
+    def replay(self, blocks):
+        return self.fn(torch.from_numpy(np.concatenate(blocks)))
 
 
 def test_of_too_many_graphs_the_one_used_least_recently_is_captured_anew(monkeypatch):

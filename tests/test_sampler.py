@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dloop.fast import sampler as fast_sampler
+from dloop.fast.graphs import Parts
 from dloop.fast.sampler import GraphedSampler
 from dloop.judge import PLAIN
 from dloop.sampling import DRAFT_STREAM, draw
@@ -16,7 +17,7 @@ V = 50
 LAWS = [dict(temperature=1.0), dict(temperature=0.7, top_k=9, top_p=0.9)]
 
 
-class Replayed(torch.cuda.CUDAGraph):
+class Replayed(Parts):
     """A captured function."""
 
     def __new__(cls, *_args: object) -> "Replayed":

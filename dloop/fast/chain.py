@@ -16,10 +16,12 @@ from torch import Tensor
 from dloop.drafters.chain import ChainDrafter
 from dloop.drafters.proposal import to_stage
 from dloop.fast.beams import to_tree
-from dloop.fast.chain_memory import MOST_ROWS, FastChainMemory
+from dloop.fast.chain_memory import MOST_ROWS, Before, FastChainMemory
+from dloop.fast.drafter_memory import MOST_WAITING
+from dloop.fast.graphs import Forward
 from dloop.fast.lease import lease
 from dloop.fast.rows import BlockRows, Run
-from dloop.fast.runner import use_the_time
+from dloop.fast.runner import Arrival, use_the_time
 from dloop.fast.target import START_CONTEXT
 from dloop.fast.weights import ChainStack, chain_stack
 from dloop.trees.shape import TreeShape
@@ -127,12 +129,15 @@ class ChainSession:
         """One stage for each request: all that are drafted in one manner in one forward."""
         for request in requests:
             self.memory.make_room(request.slot, self._anchor(request) + self._rows_after(request))
-        self._read([request for request in requests if request.index == 0])
-        self._go_on([request for request in requests if request.index])
+        before = self._read([request for request in requests if request.index == 0])
+        before |= self._go_on([request for request in requests if request.index])
         stages: dict[int, Stage] = {}
         for manner in dict.fromkeys(self._manner(request) for request in requests):
             alike = [request for request in requests if self._manner(request) == manner]
-            found = self._trees(alike, manner.nodes) if manner.nodes else self._chains(alike, manner.law)
+            found = (
+                self._trees(alike, manner.nodes, before) if manner.nodes else self._chains(alike, manner.law, before)
+            )
+            before = {}
             stages |= {request.slot: stage for request, stage in zip(alike, found, strict=True)}
         return [stages[request.slot] for request in requests]
 
@@ -150,8 +155,11 @@ class ChainSession:
         """The anchor's position."""
         return self.slots[request.slot].verified + request.index * self.stage_len
 
-    def _read(self, requests: Sequence[StageRequest]) -> None:
-        """Make the rows of all waiting positions, as many in a forward as it takes; the last reads the anchor."""
+    def _read(self, requests: Sequence[StageRequest]) -> dict[str, Forward[None]]:
+        """Make the rows of all waiting positions, as many in a forward as it takes; the last reads the anchor.
+
+        What is left to be made in the stage's graph: the last forward, unless it has the many rows of a prompt.
+        """
         rows, runs = BlockRows([], [], []), list[Run]()
         for request in requests:
             waiting, done = self.slots[request.slot], 0
@@ -166,17 +174,21 @@ class ChainSession:
                 rows.state.extend([-1] * (count - 1) + [request.slot if done == len(tokens) else -1])
                 self.memory.features[first : first + count].copy_(waiting.features[done - count : done])
                 if len(rows.token) == MOST_ROWS:
-                    self.memory.read(rows, runs)
+                    self._now(self.memory.read(rows, runs))
                     rows, runs = BlockRows([], [], []), list[Run]()
             waiting.committed += len(tokens) - 1
             waiting.tokens, waiting.features = waiting.tokens[-1:], waiting.features[-1:].clone()
-        if runs:
-            self.memory.read(rows, runs)
+        if len(rows.token) > MOST_WAITING:
+            self._now(self.memory.read(rows, runs))
+            return {}
+        return {"read": self.memory.read(rows, runs)} if runs else {}
 
-    def _go_on(self, requests: Sequence[StageRequest]) -> None:
-        """Make the row that reads each further stage's anchor."""
-        if requests:
-            self.memory.go_on(*self._one_each(requests))
+    def _now(self, reading: Forward[None]) -> None:
+        self.memory.graphs("read", reading)
+
+    def _go_on(self, requests: Sequence[StageRequest]) -> dict[str, Forward[None]]:
+        """What makes the row that reads each further stage's anchor."""
+        return {"go on": self.memory.go_on(*self._one_each(requests))} if requests else {}
 
     def _one_each(self, requests: Sequence[StageRequest]) -> tuple[BlockRows, list[Run]]:
         """Each slot's row that reads the anchor."""
@@ -184,21 +196,22 @@ class ChainSession:
         runs = [Run(slot, row, 1, position) for row, (slot, position) in enumerate(zip(slots, positions, strict=True))]
         return BlockRows([request.anchor for request in requests], positions, slots), runs
 
-    def _chains(self, requests: Sequence[StageRequest], law: Sampling | None) -> list[Stage]:
+    def _chains(self, requests: Sequence[StageRequest], law: Sampling | None, before: Before) -> list[Stage]:
         """A chain for each request, brought to the host in one copy."""
         for request in requests:
             if request.sampling is not None:
                 self.memory.seed(request.slot, request.sampling.seed)
-        drafted = self.memory.chain(*self._one_each(requests), self.stage_len, law)
+        drafted = self.memory.chain(*self._one_each(requests), self.stage_len, law, before)
+        arrival = Arrival(drafted.packed[: len(requests)])
         use_the_time(requests)
-        packed = drafted.packed[: len(requests)].tolist()  # sync
+        packed = arrival.wait()
         if drafted.probs is None:
             return [to_stage(one) for one in packed]
         return [
             to_stage(one, self.drafter.model.spread(probs)) for one, probs in zip(packed, drafted.probs, strict=False)
         ]
 
-    def _trees(self, requests: Sequence[StageRequest], nodes: int) -> list[Stage]:
+    def _trees(self, requests: Sequence[StageRequest], nodes: int, before: Before) -> list[Stage]:
         """A tree for each request, brought to the host in one copy."""
         assert self.drafter.trees is not None
         width, rows, runs = self.drafter.trees.topk, BlockRows([], [], []), list[Run]()
@@ -207,6 +220,6 @@ class ChainSession:
             runs.append(Run(request.slot, len(rows.token), width, anchor))
             for values, value in zip(rows, (request.anchor, anchor, request.slot), strict=True):
                 values.extend([value] * width)
-        packed = self.memory.trees(rows, runs, self.stage_len, nodes)
+        arrival = Arrival(self.memory.trees(rows, runs, self.stage_len, nodes, before)[: len(requests)])
         use_the_time(requests)
-        return [to_tree(one, self.stage_len) for one in packed[: len(requests)].tolist()]  # sync
+        return [to_tree(one, self.stage_len) for one in arrival.wait()]

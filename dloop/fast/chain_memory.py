@@ -1,5 +1,6 @@
 """What EAGLE-3 on the fast path computes with: its store, the states that a row hands to the next, and the forwards."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from dloop.drafters.proposal import measure, pack
 from dloop.fast.beams import Beams
+from dloop.fast.graphs import Forward
 from dloop.fast.ops import Ops
 from dloop.fast.rows import BlockRows, RowBatch, Run, pack_steps
 from dloop.fast.runner import Runner
@@ -20,6 +22,7 @@ from dloop.sampling import law as law_of
 from dloop.types import Sampling, Vocabulary
 
 MOST_ROWS = 512  # of one forward; a prompt takes several
+Before = Mapping[str, Forward[None]]  # what is done first, in the same graph, by name
 
 
 class Drafted(NamedTuple):
@@ -50,7 +53,7 @@ class FastChainMemory(Runner):
             self.states[: len(old)] = old
         return moved
 
-    def read(self, rows: BlockRows, runs: list[Run]) -> None:
+    def read(self, rows: BlockRows, runs: list[Run]) -> Forward[None]:
         """Rows of verified positions; their features stand in `features`, and states are kept where the rows say."""
 
         def forward(ops: Ops, batch: RowBatch) -> None:
@@ -60,17 +63,19 @@ class FastChainMemory(Runner):
             ops.add_norm(states, parts, self.chain_stack.state_gain, self.chain_stack.eps)
             self._keep(batch, self._rows(ops, batch, states)[0])
 
-        self.graphs("read", self.forward(runs, partial(pack_steps, rows, 0), forward))
+        return self.forward(runs, partial(pack_steps, rows, 0), forward)
 
-    def go_on(self, rows: BlockRows, runs: list[Run]) -> None:
+    def go_on(self, rows: BlockRows, runs: list[Run]) -> Forward[None]:
         """One row of each slot, from the state it kept."""
 
         def forward(ops: Ops, batch: RowBatch) -> None:
             self._keep(batch, self._rows(ops, batch, self.states[self._kept(batch)])[0])
 
-        self.graphs("go on", self.forward(runs, partial(pack_steps, rows, 0), forward))
+        return self.forward(runs, partial(pack_steps, rows, 0), forward)
 
-    def chain(self, rows: BlockRows, runs: list[Run], depth: int, law: Sampling | None) -> Drafted:
+    def chain(
+        self, rows: BlockRows, runs: list[Run], depth: int, law: Sampling | None, before: Before | None = None
+    ) -> Drafted:
         """A stage of `depth` tokens of each slot, from the state it kept of the row that read the anchor.
 
         `rows` stand at that row. `law`: how tokens are drawn, whatever the seed; None: they are the most likely ones.
@@ -91,9 +96,12 @@ class FastChainMemory(Runner):
             probs = [row.probs for row in found if row.probs is not None]
             return Drafted(torch.stack([row.packed for row in found], -1), torch.stack(probs, 1) if probs else None)
 
-        return self.graphs(f"chain {depth} {law}", self.forward(runs, partial(pack_steps, rows, depth - 1), forward))
+        name, drafting = f"chain {depth} {law}", self.forward(runs, partial(pack_steps, rows, depth - 1), forward)
+        return self.graphs(name + "".join(before or {}), drafting, *(before or {}).values())
 
-    def trees(self, rows: BlockRows, runs: list[Run], depth: int, nodes: int) -> Float64[Tensor, "G n"]:
+    def trees(
+        self, rows: BlockRows, runs: list[Run], depth: int, nodes: int, before: Before | None = None
+    ) -> Float64[Tensor, "G n"]:
         """A dynamic tree of `depth` levels and `nodes` nodes for each run, from the state its slot kept.
 
         A run's rows, one each of the beam's width, stand where those of the first level will; all name the run's slot.
@@ -121,8 +129,8 @@ class FastChainMemory(Runner):
             return packed
 
         pack = partial(pack_steps, rows, depth)
-        name = f"tree {depth} {width} {nodes}"
-        return self.graphs(name, self.forward(runs, pack, forward, depth=max(1, depth - 1)))
+        name, drafting = f"tree {depth} {width} {nodes}", self.forward(runs, pack, forward, depth=max(1, depth - 1))
+        return self.graphs(name + "".join(before or {}), drafting, *(before or {}).values())
 
     def _keep_path(
         self, slots: Int[Tensor, " G"], first: Int[Tensor, " G"], places: Int[Tensor, "G d"], width: int

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int, Int64
 from torch import Tensor
 
+from dloop.fast.graphs import Parts
 from dloop.fast.ops import kernel_ops
 from dloop.fast.rows import FIELDS, TILE, Integers, Layout, blank, bucket_of, units_of
 from dloop.fast.target import SHORT_PROMPT, FastTarget, chain_rows, columns_of
@@ -69,7 +70,7 @@ class Decoder:
         self.out: Int[Tensor, "T R"] = torch.zeros(EVERY, self.live, dtype=torch.int32, device=device)
         self.step: Int64[Tensor, " one"] = torch.zeros(1, dtype=torch.int64, device=device)
         self.texts: dict[int, Text] = {}
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: Parts | None = None
         self.captured: Tensor | None = None  # the store the graph was captured over
 
     def _empty(self) -> Integers:

@@ -7,18 +7,16 @@ from functools import cached_property
 import torch
 
 from dloop.drafters.block import BlockDrafter
-from dloop.drafters.gap import new_gap_rows
+from dloop.drafters.gap import GapRow, new_gap_rows
 from dloop.drafters.proposal import to_stage
-from dloop.fast.drafter_memory import MOST_GRAPHED, Block, FastBlockMemory, Manner, Staged
+from dloop.fast.drafter_memory import MOST_GRAPHED, MOST_WAITING, Block, FastBlockMemory, Manner, Staged
 from dloop.fast.lease import lease
 from dloop.fast.rows import Run
-from dloop.fast.runner import use_the_time
+from dloop.fast.runner import Arrival, use_the_time
 from dloop.fast.target import START_CONTEXT
 from dloop.fast.weights import Stack, drafter_stack
 from dloop.trees.shape import TreeShape
 from dloop.types import Features, Stage, StageRequest
-
-MOST_WAITING = 64  # context rows of one text: a stage's graph is not captured again for every length of a prompt
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,7 @@ class DrafterSession:
         self.committed: dict[int, int] = {}
         self.length: dict[int, int] = {}
         self.waiting = Block()  # context rows that the next stage's forward will read
+        self.ahead: dict[int, int] = {}  # stages whose gap is stored already, by slot
 
     @property
     def stage_len(self) -> int:
@@ -101,6 +100,7 @@ class DrafterSession:
         for request in requests:
             if request.index == 0:
                 self.length[request.slot] = self.committed[request.slot]
+                self.ahead.pop(request.slot, None)
         stages: dict[int, Stage] = {}
         for manner in dict.fromkeys(self._manner(request) for request in requests):
             alike = [request for request in requests if self._manner(request) == manner]
@@ -113,8 +113,10 @@ class DrafterSession:
 
     def _stages(self, requests: Sequence[StageRequest], manner: Manner) -> list[Stage]:
         staged = self._stage(requests, manner)
+        arrival = Arrival(staged.packed[: len(requests)])
+        self._go_ahead(requests)
         use_the_time(requests)
-        packed = staged.packed[: len(requests)].tolist()  # sync
+        packed = arrival.wait()
         if staged.probs is None:
             return list(map(staged.build or to_stage, packed))
         laws = staged.probs[: len(requests)].clone()  # the next stage is drawn in the same memory
@@ -143,13 +145,37 @@ class DrafterSession:
 
     def _gaps(self, requests: Sequence[StageRequest]) -> Block:
         """The earlier stages' own final states, as context of the positions nobody has verified yet; room for all."""
-        config, block = self.drafter.config, Block()
-        shape = config.stage_len, config.label_shift
-        new = {request.slot: new_gap_rows(config.gap_rows, request.index, *shape) for request in requests}
+        new = {request.slot: self._new_gap(request.index) for request in requests}
         for request in requests:  # before any row's place is told: the states move where they grow
-            rows = self.length[request.slot] + len(new[request.slot]) + config.block_size
+            rows = self.length[request.slot] + len(new[request.slot]) + self.drafter.config.block_size
             self.memory.make_room(request.slot, rows, request.index + 1)
+        stored = {request.slot for request in requests if self.ahead.get(request.slot) == request.index}
+        block = self._gap_rows({slot: gap for slot, gap in new.items() if slot not in stored})
         for slot, gap in new.items():
+            self.length[slot] += len(gap)
+        return block
+
+    def _go_ahead(self, requests: Sequence[StageRequest]) -> None:
+        """While the device drafts for one sequence alone: ask for the gap of a further stage.
+
+        The host's decision takes longer than that. If the stage never comes, the next `extend` writes over it.
+        """
+        if len(self.committed) > 1 or not self.memory.overlaps:
+            return
+        (request,) = requests
+        rows = self._gap_rows({request.slot: self._new_gap(request.index + 1)})  # no more than the stage had room for
+        if rows.runs:
+            self.memory.fill(rows)
+            self.ahead[request.slot] = request.index + 1
+
+    def _new_gap(self, index: int) -> list[GapRow]:
+        config = self.drafter.config
+        return new_gap_rows(config.gap_rows, index, config.stage_len, config.label_shift)
+
+    def _gap_rows(self, gaps: dict[int, list[GapRow]]) -> Block:
+        """Rows of these gaps, behind what their slots hold."""
+        block = Block()
+        for slot, gap in gaps.items():
             if not gap:  # as after a stage of one token, which has no state between its two anchors
                 continue
             block.add(
@@ -158,5 +184,4 @@ class DrafterSession:
                 [self.committed[slot] + row.offset for row in gap],
                 [self.memory.state_row(slot, row.stage, row.row) for row in gap],
             )
-            self.length[slot] += len(gap)
         return block

@@ -23,6 +23,7 @@ from dloop.trees.shape import TreeShape
 from dloop.types import Sampling, Stage
 
 START_STAGES = 16  # stages of a round whose states are kept before the buffer first grows
+MOST_WAITING = 64  # context rows of one text: a stage's graph is not captured again for every length of a prompt
 MOST_GRAPHED = 512  # context rows that go through a graph at once; those of a longer prompt do not
 
 
@@ -108,14 +109,21 @@ class FastBlockMemory(Runner):
 
         return self.forward(contexts.runs, partial(pack_block, contexts.rows), forward, kernels)
 
+    def fill(self, gaps: Block) -> None:
+        """Store kept final states as context of positions nobody has verified yet."""
+        self.graphs("fill", self._fill(gaps))
+
+    def _fill(self, gaps: Block) -> Forward[None]:
+        def forward(ops: Ops, batch: RowBatch) -> None:
+            self._project(ops, self._states[self._kept(batch)], batch)
+
+        return self.forward(gaps.runs, partial(pack_block, gaps.rows), forward)
+
     def stage(self, contexts: Block, gaps: Block, stages: Block, manner: Manner) -> Staged:
         """Read context rows whose features stand in `features`; store kept final states as context of positions nobody
         has verified yet; then draft one stage for each run and keep its own. All in one graph.
         """
         drafter, size = self.drafter, self.drafter.config.block_size
-
-        def fill(ops: Ops, batch: RowBatch) -> None:
-            self._project(ops, self._states[self._kept(batch)], batch)
 
         def forward(ops: Ops, batch: RowBatch) -> Staged:
             embedded = F.embedding(batch.token, drafter.vocabulary.embedding)
@@ -135,7 +143,7 @@ class FastBlockMemory(Runner):
             name, before = f"read, {name}", [self._context(contexts, self.features)]
         if gaps.runs:
             name = f"fill, {name}"
-            before.append(self.forward(gaps.runs, partial(pack_block, gaps.rows), fill))
+            before.append(self._fill(gaps))
         return self.graphs(name, self.forward(stages.runs, partial(pack_block, stages.rows), forward), *before)
 
     def _drawn(self, hidden: Float[Tensor, "R D"], batch: RowBatch, law: Sampling, count: int) -> Staged:

@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar, cast
 
 import numpy as np
@@ -15,6 +17,52 @@ from dloop.fast.rows import Integers, Layout, blank
 T = TypeVar("T")
 MOST_GRAPHS = 256  # of one memory: laws of sampling are many, and each captured graph holds memory of its own
 CAPTURING = threading.RLock()  # a capture spoils one that another thread is in the midst of
+
+
+class Parts:
+    """A captured function as graphs that are launched one after the other.
+
+    A launch costs the host about half a microsecond a kernel, and the first kernel starts when all are launched. Of a
+    function that was cut early the device runs the first part while the host launches the next.
+    """
+
+    capturing = threading.local()  # `now`: those that are being captured in this thread
+
+    def __init__(self, begin: Callable[[torch.cuda.CUDAGraph], AbstractContextManager[None]]) -> None:
+        self.begin = begin
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._open = ExitStack()
+
+    def capture(self, fn: Callable[[], T]) -> T:
+        """What `fn` gives: memory that every replay fills anew."""
+        with self._open:
+            self._begin()
+            self.capturing.now = self
+            try:
+                return fn()
+            finally:
+                self.capturing.now = None
+
+    def cut(self) -> None:
+        """End a graph and begin the next."""
+        self._open.close()
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self._open.enter_context(self.begin(graph))
+        self.graphs.append(graph)
+
+    def replay(self) -> None:
+        """Launch all parts."""
+        for graph in self.graphs:
+            graph.replay()
+
+
+def cut() -> None:
+    """Where a function that may be under capture can be cut in two."""
+    if (now := getattr(Parts.capturing, "now", None)) is not None:
+        now.cut()
 
 
 @dataclass(frozen=True)
@@ -32,13 +80,22 @@ class Forward(Generic[T]):
 
 @dataclass(frozen=True)
 class Captured(Generic[T]):
-    """One captured graph: it copies its integers to the device, then fills the tensors that it gives."""
+    """A captured function of a block of integers, and the tensors that it fills."""
 
-    host: Integers  # in pinned memory
-    block: Int[Tensor, " n"]  # what the graph copies them to: it must stay
+    host: Int[Tensor, " n"]  # in pinned memory
+    block: Int[Tensor, " n"]  # what the graphs read: it must stay
     copied: torch.cuda.Event  # the host's block may be overwritten
-    graph: torch.cuda.CUDAGraph
+    parts: Parts
     out: T
+
+    def replay(self, blocks: Sequence[Integers]) -> T:
+        """The function of these integers."""
+        self.copied.synchronize()
+        np.concatenate(blocks, out=self.host.numpy())
+        self.block.copy_(self.host, non_blocking=True)
+        self.copied.record()
+        self.parts.replay()
+        return self.out
 
 
 class Graphs:
@@ -74,26 +131,21 @@ class Graphs:
             if len(self._captured) >= MOST_GRAPHS:  # a capture waits for the device, so that none is replayed now
                 del self._captured[next(iter(self._captured))]
         self._captured[key] = found
-        found.copied.synchronize()
-        np.concatenate([each.block for each in forwards], out=found.host)
-        found.graph.replay()
-        return cast(T, found.out)
+        return cast(T, found.replay([each.block for each in forwards]))
 
     def _capture(self, forwards: Sequence[Forward[T] | Forward[None]]) -> Captured[object]:
         empty = [blank(each.layout)[0] for each in forwards]
         host = torch.from_numpy(np.concatenate(empty)).pin_memory()
-        block, copied = host.to(self.device), torch.cuda.Event(external=True)
-        parts = block.split([len(each) for each in empty])
+        block = host.to(self.device)
+        pieces = block.split([len(each) for each in empty])
 
         def run() -> object:
-            block.copy_(host, non_blocking=True)
-            copied.record()
-            return [each.fn(part) for each, part in zip(forwards, parts, strict=True)][-1]
+            return [each.fn(piece) for each, piece in zip(forwards, pieces, strict=True)][-1]
 
-        graph, out = self.capture(run)
-        return Captured(host=host.numpy(), block=block, copied=copied, graph=graph, out=out)
+        parts, out = self.capture(run)
+        return Captured(host=host, block=block, copied=torch.cuda.Event(), parts=parts, out=out)
 
-    def capture(self, fn: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    def capture(self, fn: Callable[[], T]) -> tuple[Parts, T]:
         """Capture a function of device memory alone; it runs once before, and once is not to matter."""
         with CAPTURING:
             side = torch.cuda.Stream(self.device)
@@ -101,7 +153,5 @@ class Graphs:
             with torch.cuda.stream(side):  # compiles the kernels and lets libraries allocate, which a capture may not
                 fn()
             torch.cuda.current_stream(self.device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                out = fn()
-            return graph, out
+            parts = Parts(partial(torch.cuda.graph, pool=self._pool))
+            return parts, parts.capture(fn)

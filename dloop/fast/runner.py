@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from dloop.fast.graphs import Forward, Graphs
@@ -34,6 +34,11 @@ class Runner(Leased):
         self.graphs = Graphs(device, enabled=self.kernels)
         self.seeds: dict[int, int] = {}
         self.salts: Int64[Tensor, " slots"] = self._salts()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the device works on its own while the host goes on."""
+        return self.graphs.enabled
 
     def _salts(self) -> Int64[Tensor, " slots"]:
         """One slot more takes what nobody reads."""
@@ -73,6 +78,24 @@ class Runner(Leased):
         layout = Layout(rows=size, tile_rows=columns.rows, tree=depth > 0, depth=depth or None)
         ops: Ops = kernel_ops(columns.count) if kernels else PlainOps()
         return Forward(layout, pack(runs, layout), partial(apply, fn, ops, layout, runs))
+
+
+class Arrival:
+    """Numbers on their way to the host: whatever the device is asked for after them, they do not wait for."""
+
+    def __init__(self, numbers: Float64[Tensor, "..."]) -> None:
+        self.numbers, self.here = numbers, None
+        if numbers.is_cuda:
+            self.numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            self.here = torch.cuda.Event()
+            self.here.record()
+
+    def wait(self) -> list[Any]:
+        """The numbers, as nested lists."""
+        if self.here is not None:
+            self.here.synchronize()
+        return self.numbers.tolist()
 
 
 def apply(fn: Callable[[Ops, RowBatch], T], ops: Ops, layout: Layout, runs: list[Run], block: Tensor) -> T:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dloop.fast.graphs import Graphs
+from dloop.fast.graphs import Graphs, Parts
 from dloop.judge import Sampler, numbers_of, rejected
 from dloop.sampling import Sampling, choose, salt
 from dloop.types import Draft
@@ -22,7 +22,7 @@ Key = tuple[str, int, torch.Size, Sampling]
 class Captured:
     """One graph: what it reads beside the logits, and what it fills."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Parts
     numbers: Int64[Tensor, "m n"]
     q: Float[Tensor, "n-1 V"] | None
     out: Int64[Tensor, " _"]
