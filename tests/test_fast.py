@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ from dloop.fast import decode as fast_decode
 from dloop.fast import drafter as fast_drafter
 from dloop.fast.drafter import FastBlockDrafter
 from dloop.fast.drafter_memory import FastBlockMemory
-from dloop.fast.graphs import Forward, Graphs
+from dloop.fast.graphs import Forward, Graphs, Parts, cut
 from dloop.fast.lease import Leased, lease
 from dloop.fast.ops import supports
 from dloop.fast.rows import Layout, blank
@@ -443,3 +444,44 @@ def test_a_good_drafter_loops_on_the_fast_path():
     out = generate(FastTarget.of(twin), drafter, [5, 9, 11], max_new_tokens=40, loop_gate=ALWAYS_OPEN, max_stages=4)
     assert out.tokens == text
     assert max(r.accepted for r in out.rounds) > 4, "no later stage was accepted"
+
+
+def test_a_function_is_captured_in_the_parts_it_is_cut_into(monkeypatch):
+    """Cuts of other threads and of no capture at all are none."""
+    made, open_now, done = [], [], []
+
+    class Part:
+        """Stands for a graph: what was done between its begin and its end is done again."""
+
+        def __init__(self):
+            made.append(self)
+            self.work = []
+
+        def replay(self):
+            done.extend(self.work)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Part)
+
+    @contextmanager
+    def begin(part):
+        assert not open_now
+        open_now.append(part)
+        yield
+        open_now.remove(part)
+
+    def function() -> str:
+        for number in range(4):
+            open_now[0].work.append(number)
+            if number in (0, 2):
+                cut()
+                threading.Thread(target=cut).start()
+        return "given"
+
+    cut()
+    parts = Parts(begin)
+    assert parts.capture(function) == "given" and not open_now
+    cut()
+    assert [part.work for part in made] == [[0], [1, 2], [3]]
+    parts.replay()
+    parts.replay()
+    assert done == [0, 1, 2, 3] * 2

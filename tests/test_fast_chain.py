@@ -13,6 +13,7 @@ from dloop.drafters.chain import ChainMemory
 from dloop.fast import chain as fast_chain
 from dloop.fast.beams import Beams, to_tree
 from dloop.fast.chain import ChainSession, FastChainDrafter
+from dloop.fast.chain_memory import FastChainMemory
 from dloop.fast.target import FastTarget
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS
 from dloop.load import drafter_like
@@ -121,6 +122,30 @@ def test_first_and_further_stages_and_several_laws_travel_together():
         extend((slow, fast), slot, 0, [1 + slot, 2, 3 + slot])
     compare(slow, fast, [StageRequest(slot=2, anchor=5, index=0)])
     compare(slow, fast, [StageRequest(slot=slot, anchor=6, index=int(slot == 2)) for slot in (1, 2, 0)])
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_an_anchor_that_is_read_ahead_is_the_anchor(law, monkeypatch):
+    """Whether the further stage comes or not, with the token that was drafted or another, and where the store grows."""
+    monkeypatch.setattr(FastChainMemory, "overlaps", True)
+    calls = {name: [] for name in ("go_on", "go_ahead", "go_back")}
+    for name, list_of in calls.items():
+        real = getattr(FastChainMemory, name)
+        monkeypatch.setattr(FastChainMemory, name, lambda *given, r=real, seen=list_of: seen.append(0) or r(*given))
+    slow, fast = both()
+    position = 0
+    for count, most, own in ((7, 3, 9), (2, 1, 9), (4, 4, 1), (220, 2, 9), (300, 4, 2), (5, 3, 9)):
+        extend((slow, fast), 0, position, [(position + i) % 97 for i in range(count)])
+        position, anchor = position + count, 5
+        for index in range(most):
+            request = StageRequest(slot=0, anchor=11 if index == own else anchor, index=index, sampling=law)
+            anchor = compare(slow, fast, [request])[0].tokens[-1]
+    assert {name: len(seen) for name, seen in calls.items()} == {"go_on": 2, "go_ahead": 17, "go_back": 2}
+    extend((slow, fast), 1, 0, [1, 2])
+    for index in range(2):  # not alone any more
+        requests = [StageRequest(slot=slot, anchor=anchor + slot, index=index, sampling=law) for slot in (0, 1)]
+        compare(slow, fast, requests)
+    assert len(calls["go_ahead"]) == 17
 
 
 def test_a_round_that_is_drafted_again_and_a_slot_that_is_used_again():

@@ -110,6 +110,7 @@ class ChainSession:
         self.memory = memory
         self.drafter = drafter
         self.slots: dict[int, Waiting] = {}
+        self.ahead: dict[int, tuple[int, int]] = {}  # the stage whose anchor is read already, and the anchor, by slot
 
     @property
     def stage_len(self) -> int:
@@ -129,6 +130,9 @@ class ChainSession:
         """One stage for each request: all that are drafted in one manner in one forward."""
         for request in requests:
             self.memory.make_room(request.slot, self._anchor(request) + self._rows_after(request))
+        for request in requests:
+            if request.index == 0:
+                self.ahead.pop(request.slot, None)
         before = self._read([request for request in requests if request.index == 0])
         before |= self._go_on([request for request in requests if request.index])
         stages: dict[int, Stage] = {}
@@ -187,7 +191,13 @@ class ChainSession:
         self.memory.graphs("read", reading)
 
     def _go_on(self, requests: Sequence[StageRequest]) -> dict[str, Forward[None]]:
-        """What makes the row that reads each further stage's anchor."""
+        """What makes the row that reads each further stage's anchor, where there is none yet."""
+        ahead = {request.slot: self.ahead.pop(request.slot, None) for request in requests}
+        for request in requests:
+            if ahead[request.slot] not in (None, (request.index, request.anchor)):  # asked with an anchor of its own
+                self.memory.go_back(request.slot)
+                ahead[request.slot] = None
+        requests = [request for request in requests if ahead[request.slot] is None]
         return {"go on": self.memory.go_on(*self._one_each(requests))} if requests else {}
 
     def _one_each(self, requests: Sequence[StageRequest]) -> tuple[BlockRows, list[Run]]:
@@ -203,8 +213,16 @@ class ChainSession:
                 self.memory.seed(request.slot, request.sampling.seed)
         drafted = self.memory.chain(*self._one_each(requests), self.stage_len, law, before)
         arrival = Arrival(drafted.packed[: len(requests)])
+        alone = len(self.slots) == 1 and self.memory.overlaps
+        further = [replace(request, index=request.index + 1) for request in requests]
+        if alone:  # the host's decision takes longer than that; if the stage never comes, the next round writes over it
+            self.memory.go_ahead(*self._one_each(further))
         use_the_time(requests)
         packed = arrival.wait()
+        if alone:
+            self.ahead = {
+                one.slot: (one.index, int(tokens[-1])) for one, (tokens, _, _) in zip(further, packed, strict=True)
+            }
         if drafted.probs is None:
             return [to_stage(one) for one in packed]
         return [

@@ -6,7 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Float32, Float64, Int
+from jaxtyping import Float, Float32, Float64, Int, Int64
 from torch import Tensor
 
 from dloop.drafters.proposal import measure, pack
@@ -40,17 +40,14 @@ class FastChainMemory(Runner):
         self.chain_stack = stack
         self.embedding = vocabulary.embedding
         self.features = self.blank(MOST_ROWS, stack.fc.shape[1])
-        self.states = self._states()
-
-    def _states(self) -> Float[Tensor, "slots D"]:
-        """One slot more takes what nobody reads."""
-        return self.blank(self.store.slots + 1, len(self.chain_stack.fc))
+        self.states = self.blank(self.store.slots + 1, len(stack.fc))  # one slot more takes what nobody reads
+        self.spare = torch.zeros_like(self.states)  # the states of before `go_ahead`
+        self.last: Int64[Tensor, " slots"] = torch.zeros_like(self.salts)  # the token each slot drafted last
 
     def make_room(self, slot: int, rows: int) -> bool:
         moved = super().make_room(slot, rows)
         if self.store.slots >= len(self.states):
-            old, self.states = self.states, self._states()
-            self.states[: len(old)] = old
+            self.states, self.spare, self.last = map(self.for_slots, (self.states, self.spare, self.last))
         return moved
 
     def read(self, rows: BlockRows, runs: list[Run]) -> Forward[None]:
@@ -73,6 +70,22 @@ class FastChainMemory(Runner):
 
         return self.forward(runs, partial(pack_steps, rows, 0), forward)
 
+    def go_ahead(self, rows: BlockRows, runs: list[Run]) -> None:
+        """`go_on` before the host knows the anchors: the tokens drafted last. `go_back` undoes it."""
+
+        def forward(ops: Ops, batch: RowBatch) -> None:
+            kept = self._kept(batch)
+            states = self.states[kept]
+            self.spare.index_copy_(0, kept, states)
+            batch.token.copy_(self.last[kept])
+            self._keep(batch, self._rows(ops, batch, states)[0])
+
+        self.graphs("go ahead", self.forward(runs, partial(pack_steps, rows, 0), forward))
+
+    def go_back(self, slot: int) -> None:
+        """Take the state of before `go_ahead`."""
+        self.states[slot] = self.spare[slot]
+
     def chain(
         self, rows: BlockRows, runs: list[Run], depth: int, law: Sampling | None, before: Before | None = None
     ) -> Drafted:
@@ -93,6 +106,7 @@ class FastChainMemory(Runner):
                 states, normed = self._rows(ops, here, states)
                 found.append(self._token(ops, normed, here, law))
             self._keep(batch, states)
+            self.last.index_copy_(0, self._kept(batch), found[-1].packed[:, 0].long())
             probs = [row.probs for row in found if row.probs is not None]
             return Drafted(torch.stack([row.packed for row in found], -1), torch.stack(probs, 1) if probs else None)
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor
 
 from dloop.fast.graphs import Forward, Graphs
@@ -33,24 +33,26 @@ class Runner(Leased):
         self.kernels = supports(stack.gain.dtype, device, stack.heads)
         self.graphs = Graphs(device, enabled=self.kernels)
         self.seeds: dict[int, int] = {}
-        self.salts: Int64[Tensor, " slots"] = self._salts()
+        # one slot more takes what nobody reads
+        self.salts: Int64[Tensor, " slots"] = torch.zeros(self.store.slots + 1, dtype=torch.int64, device=device)
 
     @property
     def overlaps(self) -> bool:
         """Whether the device works on its own while the host goes on."""
         return self.graphs.enabled
 
-    def _salts(self) -> Int64[Tensor, " slots"]:
-        """One slot more takes what nobody reads."""
-        return torch.zeros(self.store.slots + 1, dtype=torch.int64, device=self.graphs.device)
+    def for_slots(self, old: Shaped[Tensor, "fewer ..."]) -> Shaped[Tensor, "slots ..."]:
+        """A copy with room for all slots there are."""
+        new = old.new_zeros(self.store.slots + 1, *old.shape[1:])
+        new[: len(old)] = old
+        return new
 
     def make_room(self, slot: int, rows: int) -> bool:
         """Let the store hold this many rows of this slot; whether it moved, and took the graphs with it."""
         if not self.store.make_room(slot, rows):
             return False
         if self.store.slots >= len(self.salts):
-            old, self.salts = self.salts, self._salts()
-            self.salts[: len(old)] = old
+            self.salts = self.for_slots(self.salts)
         self.graphs.clear()
         return True
 

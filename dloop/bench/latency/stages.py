@@ -1,6 +1,7 @@
 """The drafting side: a round's first stage, a further one, reading verified rows, and the loop's own host work."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -22,7 +23,7 @@ from dloop.targets.hf import HFTarget
 from dloop.trees.shape import TreeShape
 from dloop.types import Draft, Features, Stage, StageRequest
 
-FIRST, LATER = StageRequest(slot=0, anchor=1, index=0), StageRequest(slot=0, anchor=2, index=1)
+FIRST = StageRequest(slot=0, anchor=1, index=0)
 TREE = TreeShape(budget=59)  # EAGLE-3's published one: 60 with the root
 HOST_STAGES, HOST_ROUNDS = 4, 50  # stages of a round; rounds of one timing, as one is too short for a clock
 
@@ -51,7 +52,7 @@ class Drafters:
 
     def later(self) -> list[Job]:
         """The second stage: the first one's states fill the gap."""
-        return [Job(name, drafts(memory, LATER), drafts(memory, FIRST)) for name, memory in self.memories.items()]
+        return [later(name, memory) for name, memory in self.memories.items()]
 
     def extend(self, count: int) -> list[Job]:
         """Read `count` verified rows more; the context grows with each use."""
@@ -113,14 +114,24 @@ def eagle3_stages(twin: ChainDrafter, context: int) -> dict[str, Piece]:
         cost = steps_cost(shaped, 1 if trees is None else trees.topk, context)
         found[f"eagle3_{name}"] = Piece([Job(way, drafts(memory, FIRST)) for way, memory in memories.items()], cost)
         if trees is None:
-            later = [Job(way, drafts(memory, LATER), drafts(memory, FIRST)) for way, memory in memories.items()]
-            found["eagle3_later"] = Piece(later, cost)
+            found["eagle3_later"] = Piece([later(way, memory) for way, memory in memories.items()], cost)
     return found
 
 
 def drafts(memory: Drafter, request: StageRequest) -> Callable[[], object]:
     """One stage."""
     return lambda: memory.draft([request])
+
+
+def later(name: str, memory: Drafter) -> Job:
+    """The stage after the first, from the token that the first ended with."""
+    last = [FIRST]
+
+    def first() -> None:
+        (stage,) = memory.draft([FIRST])
+        last[0] = replace(FIRST, anchor=stage.tokens[-1], index=1)
+
+    return Job(name, lambda: memory.draft(last), first)
 
 
 def host_work(stage_len: int, repeats: int) -> Spread:
