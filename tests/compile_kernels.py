@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dloop.fast import fused
-from dloop.kernels import attention, linear, markov, norm, pick, rope
+from dloop.kernels import attention, fetch, linear, markov, norm, pick, rope
 from dloop.kernels.shapes import GROUP, KEYS
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -79,6 +79,7 @@ def main() -> None:
     found["pick share"] = used(pick.share_kernel, spec, shares | dict(SHARE=pick.SHARE), 8, 1)
     spec = "best:*fp32 where:*i32 mass:*fp32 kept:*i64 out:*fp64"
     found["pick join"] = used(pick.join_kernel, spec, shares | dict(PADDED=8, MAPPED=True), 1, 1)
+    found["fetch"] = used(fetch.fetch_kernel, "host,block:*i32 n:i32", dict(SIZE=fetch.SIZE, PDL=True), 4, 1)
     print(json.dumps(found))
 
 

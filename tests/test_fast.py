@@ -360,6 +360,16 @@ def test_sessions_of_several_threads_lease_memories_of_their_own():
 ENDS = (-1, 0, 1)  # what to tap of two layers
 
 
+@pytest.mark.parametrize("count", [1, 1024, 2500])
+def test_integers_of_the_host_are_fetched_by_a_kernel(count):
+    fetch = pytest.importorskip("dloop.kernels.fetch")
+    host, block = torch.arange(1, count + 1, dtype=torch.int32), torch.zeros(count, dtype=torch.int32)
+    if torch.cuda.is_available():
+        host, block = host.pin_memory(), block.cuda()
+    fetch.launch(host, block, pdl=torch.cuda.is_available())
+    assert block.tolist() == host.tolist()
+
+
 @pytest.fixture
 def kernels() -> FastTarget:
     """A target whose sessions go through the kernels without graphs."""

@@ -82,19 +82,18 @@ class Forward(Generic[T]):
 class Captured(Generic[T]):
     """A captured function of a block of integers, and the tensors that it fills."""
 
-    host: Int[Tensor, " n"]  # in pinned memory
-    block: Int[Tensor, " n"]  # what the graphs read: it must stay
-    copied: torch.cuda.Event  # the host's block may be overwritten
+    host: Int[Tensor, " n"]  # in pinned memory, where the graphs fetch the integers
+    block: Int[Tensor, " n"]  # what they fetch them to: it must stay
+    done: torch.cuda.Event  # the host's block may be overwritten
     parts: Parts
     out: T
 
     def replay(self, blocks: Sequence[Integers]) -> T:
         """The function of these integers."""
-        self.copied.synchronize()
+        self.done.synchronize()
         np.concatenate(blocks, out=self.host.numpy())
-        self.block.copy_(self.host, non_blocking=True)
-        self.copied.record()
         self.parts.replay()
+        self.done.record()
         return self.out
 
 
@@ -134,16 +133,19 @@ class Graphs:
         return cast(T, found.replay([each.block for each in forwards]))
 
     def _capture(self, forwards: Sequence[Forward[T] | Forward[None]]) -> Captured[object]:
+        from dloop.kernels import fetch  # needs Triton, as all that is captured
+
         empty = [blank(each.layout)[0] for each in forwards]
         host = torch.from_numpy(np.concatenate(empty)).pin_memory()
         block = host.to(self.device)
         pieces = block.split([len(each) for each in empty])
 
         def run() -> object:
+            fetch.launch(host, block, pdl=True)
             return [each.fn(piece) for each, piece in zip(forwards, pieces, strict=True)][-1]
 
         parts, out = self.capture(run)
-        return Captured(host=host, block=block, copied=torch.cuda.Event(), parts=parts, out=out)
+        return Captured(host=host, block=block, done=torch.cuda.Event(), parts=parts, out=out)
 
     def capture(self, fn: Callable[[], T]) -> tuple[Parts, T]:
         """Capture a function of device memory alone; it runs once before, and once is not to matter."""
