@@ -1,4 +1,4 @@
-"""Integers from the host's pinned memory, read by a kernel: a copy engine takes longer to hand over than they to come."""
+"""Integers from the host's pinned memory, read by a kernel: a copy engine takes longer to hand over than to copy."""
 
 import triton
 import triton.language as tl
