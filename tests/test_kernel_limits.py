@@ -120,6 +120,18 @@ def test_more_sequences_than_a_launch_takes_are_drafted_like_few(monkeypatch):
     assert torch.equal(markov.launch(logits, anchors, w1, w2, block=3, pdl=False), together)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_stage_s_numbers_are_the_same_bits_however_many_are_drafted_with_it(kind):
+    """One sequence's shares are joined in another way than those of two, of five or of sixteen."""
+    generator = torch.Generator().manual_seed(0)
+    logits, factors = (torch.randn(*shape, generator=generator).to(kind) for shape in ((48, 70), (2, 70, 8)))
+    anchors = torch.randint(70, (16,), generator=generator)
+    together = markov.launch(logits, anchors, *factors, block=3, pdl=False)
+    for count in (1, 2, 5):
+        found = markov.launch(logits[-3 * count :], anchors[-count:], *factors, block=3, pdl=False)
+        assert torch.equal(found, together[-count:])
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:divide by zero")  # the interpreter is NumPy
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_a_broken_row_of_a_stage_names_a_token_that_there_is(value):
