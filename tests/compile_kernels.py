@@ -45,6 +45,8 @@ def main() -> None:
     spec = "residual:*bf16 parts:*fp32 weight,normed:*bf16 rows:i32"
     constants = dict(D=2560, WIDTH=4096, SPLIT=4, EPS=1e-6, PDL=True)
     found["norm"] = used(norm.add_norm_kernel, spec, constants, 8, 1)
+    spec = "tokens:*i32 embedding,weight,residual,normed:*bf16"
+    found["embed"] = used(norm.embed_norm_kernel, spec, dict(D=2560, WIDTH=4096, EPS=1e-6, PDL=True), 8, 1)
     spec = "tokens:*i32 embedding,states,token_gain,state_gain,pairs:*bf16"
     found["pair"] = used(norm.pair_kernel, spec, dict(D=2560, WIDTH=4096, EPS=1e-6, PDL=True), 8, 1)
     spec = (

@@ -204,3 +204,18 @@ def test_pairs_of_embedding_and_state_are_normed_each_by_itself():
     expected = PlainOps().pair(tokens, embedding, states, gains, 1e-6)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
     assert not torch.allclose(found[2, 24:], found[3, 24:]) and torch.equal(found[2, :24], found[3, :24])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_embeddings_are_normed_as_rows_that_were_looked_up_are(kind):
+    norm = pytest.importorskip("dloop.kernels.norm")
+    generator = torch.Generator().manual_seed(0)
+    embedding, gain = torch.randn(7, 24, generator=generator).to(kind), torch.rand(24, generator=generator).to(kind)
+    tokens = torch.tensor([6, 0, 3, 3], dtype=torch.int32)
+    looked_up = torch.nn.functional.embedding(tokens, embedding)
+    residual, normed = norm.launch_embed(tokens, embedding, gain, 1e-6, pdl=False)
+    assert torch.equal(residual, looked_up)
+    assert torch.equal(normed, norm.launch(looked_up, None, gain, 1e-6, pdl=False)), "another norm than the layers'"
+    plain = PlainOps().embed_norm(tokens, embedding, gain, 1e-6)
+    assert torch.equal(plain[0], residual) and torch.equal(embedding[6], residual[0])
+    torch.testing.assert_close(normed, plain[1], atol=1e-6, rtol=2e-2 if kind == torch.bfloat16 else 1e-6)
