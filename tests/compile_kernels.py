@@ -45,6 +45,8 @@ def main() -> None:
     spec = "residual:*bf16 parts:*fp32 weight,normed:*bf16 rows:i32"
     constants = dict(D=2560, WIDTH=4096, SPLIT=4, EPS=1e-6, PDL=True)
     found["norm"] = used(norm.add_norm_kernel, spec, constants, 8, 1)
+    spec = "tokens:*i32 embedding,weight,residual,normed:*bf16"
+    found["embed"] = used(norm.embed_norm_kernel, spec, dict(D=2560, WIDTH=4096, EPS=1e-6, PDL=True), 8, 1)
     spec = "tokens:*i32 embedding,states,token_gain,state_gain,pairs:*bf16"
     found["pair"] = used(norm.pair_kernel, spec, dict(D=2560, WIDTH=4096, EPS=1e-6, PDL=True), 8, 1)
     spec = (
@@ -69,8 +71,12 @@ def main() -> None:
     found["tree"] = used(attention.combine_tree_kernel, spec, constants, 4, 2)
     spec = "logits:*bf16 anchors:*i64 w1,w2:*bf16 best:*fp32 where:*i32 mass:*fp32 row,sequences:i32"
     programs = dict(BLOCK=7, PROGRAMS=264, PADDED=512, PDL=True)
-    constants = programs | dict(V=151936, RANK=256, COLUMNS=16, DEPTH=256, WIDTH=markov.WIDTH)
-    found["markov row"] = used(markov.row_kernel, spec, constants, 4, 3)
+    cut = markov.TILING
+    for joined in (1, 4, 32):
+        constants = programs | dict(V=151936, RANK=256, JOINED=joined, COLUMNS=max(16, joined), DEPTH=256)
+        found[f"markov row {joined}"] = used(
+            markov.row_kernel, spec, constants | dict(WIDTH=cut.width), cut.warps, cut.stages
+        )
     found["markov finish"] = used(
         markov.finish_kernel, "best:*fp32 where:*i32 mass:*fp32 out:*fp64 sequences:i32", programs, 4, 1
     )

@@ -120,6 +120,18 @@ def test_more_sequences_than_a_launch_takes_are_drafted_like_few(monkeypatch):
     assert torch.equal(markov.launch(logits, anchors, w1, w2, block=3, pdl=False), together)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_stage_s_numbers_are_the_same_bits_however_many_are_drafted_with_it(kind):
+    """One sequence's shares are joined in another way than those of two, of five or of sixteen."""
+    generator = torch.Generator().manual_seed(0)
+    logits, factors = (torch.randn(*shape, generator=generator).to(kind) for shape in ((48, 70), (2, 70, 8)))
+    anchors = torch.randint(70, (16,), generator=generator)
+    together = markov.launch(logits, anchors, *factors, block=3, pdl=False)
+    for count in (1, 2, 5):
+        found = markov.launch(logits[-3 * count :], anchors[-count:], *factors, block=3, pdl=False)
+        assert torch.equal(found, together[-count:])
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:divide by zero")  # the interpreter is NumPy
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_a_broken_row_of_a_stage_names_a_token_that_there_is(value):
@@ -192,3 +204,18 @@ def test_pairs_of_embedding_and_state_are_normed_each_by_itself():
     expected = PlainOps().pair(tokens, embedding, states, gains, 1e-6)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
     assert not torch.allclose(found[2, 24:], found[3, 24:]) and torch.equal(found[2, :24], found[3, :24])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_embeddings_are_normed_as_rows_that_were_looked_up_are(kind):
+    norm = pytest.importorskip("dloop.kernels.norm")
+    generator = torch.Generator().manual_seed(0)
+    embedding, gain = torch.randn(7, 24, generator=generator).to(kind), torch.rand(24, generator=generator).to(kind)
+    tokens = torch.tensor([6, 0, 3, 3], dtype=torch.int32)
+    looked_up = torch.nn.functional.embedding(tokens, embedding)
+    residual, normed = norm.launch_embed(tokens, embedding, gain, 1e-6, pdl=False)
+    assert torch.equal(residual, looked_up)
+    assert torch.equal(normed, norm.launch(looked_up, None, gain, 1e-6, pdl=False)), "another norm than the layers'"
+    plain = PlainOps().embed_norm(tokens, embedding, gain, 1e-6)
+    assert torch.equal(plain[0], residual) and torch.equal(embedding[6], residual[0])
+    torch.testing.assert_close(normed, plain[1], atol=1e-6, rtol=2e-2 if kind == torch.bfloat16 else 1e-6)

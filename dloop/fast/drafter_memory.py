@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
-from torch.nn import functional as F
 
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.proposal import Proposal, Unbuilt, pack
@@ -126,8 +125,7 @@ class FastBlockMemory(Runner):
         drafter, size = self.drafter, self.drafter.config.block_size
 
         def forward(ops: Ops, batch: RowBatch) -> Staged:
-            embedded = F.embedding(batch.token, drafter.vocabulary.embedding)
-            hidden = run_stack(ops, self.stack, embedded, batch, self.store)[1]
+            hidden = run_stack(ops, self.stack, drafter.vocabulary.embedding, batch, self.store)[1]
             self._states.index_copy_(0, self._kept(batch), hidden)
             if manner.trees is not None:
                 return self._trees(hidden, batch, manner.trees, manner.nodes, len(stages.runs))

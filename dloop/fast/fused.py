@@ -38,6 +38,12 @@ class TritonOps:
         """residual += sum of the parts, in place; returns the normed rows."""
         return norm.launch(residual, parts, gain, eps, self.pdl)
 
+    def embed_norm(
+        self, tokens: Int[Tensor, " R"], embedding: Float[Tensor, "V D"], gain: Tensor, eps: float
+    ) -> tuple[Float[Tensor, "R D"], Float[Tensor, "R D"]]:
+        """(embeddings of the tokens, the same normed): what a stack starts from."""
+        return norm.launch_embed(tokens, embedding, gain, eps, self.pdl)
+
     def rope_store(
         self, parts: Float[Tensor, "S R W"], weights: HeadWeights, heads: Heads, batch: RowBatch, store: Store
     ) -> Float[Tensor, "R A"]:

@@ -28,6 +28,10 @@ class Ops(Protocol):
         self, residual: Float[Tensor, "R D"], parts: Float[Tensor, "S R D"] | None, gain: Tensor, eps: float
     ) -> Float[Tensor, "R D"]: ...
 
+    def embed_norm(
+        self, tokens: Int[Tensor, " R"], embedding: Float[Tensor, "V D"], gain: Tensor, eps: float
+    ) -> tuple[Float[Tensor, "R D"], Float[Tensor, "R D"]]: ...
+
     def rope_store(
         self, parts: Float[Tensor, "S R W"], weights: HeadWeights, heads: Heads, batch: RowBatch, store: Store
     ) -> Float[Tensor, "R A"]: ...

@@ -33,6 +33,13 @@ class PlainOps:
             residual += total(parts, residual.dtype)
         return rms_norm(residual, gain, eps)
 
+    def embed_norm(
+        self, tokens: Int[Tensor, " R"], embedding: Float[Tensor, "V D"], gain: Tensor, eps: float
+    ) -> tuple[Float[Tensor, "R D"], Float[Tensor, "R D"]]:
+        """(embeddings of the tokens, the same normed): what a stack starts from."""
+        residual = F.embedding(tokens, embedding)
+        return residual, rms_norm(residual, gain, eps)
+
     def rope_store(
         self, parts: Float[Tensor, "S R W"], weights: HeadWeights, heads: Heads, batch: RowBatch, store: Store
     ) -> Float[Tensor, "R A"]:

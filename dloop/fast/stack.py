@@ -106,17 +106,18 @@ def run_layer(
 
 
 def run_stack(
-    ops: Ops, stack: Stack, residual: Float[Tensor, "R D"], batch: RowBatch, memory: Memory, taps: tuple[int, ...] = ()
+    ops: Ops, stack: Stack, embedding: Float[Tensor, "V D"], batch: RowBatch, memory: Memory, taps: tuple[int, ...] = ()
 ) -> tuple[Float[Tensor, "R F"], Float[Tensor, "R D"]]:
-    """(tapped raw layer outputs side by side, last state after the norm). `residual` is overwritten.
+    """(tapped raw layer outputs side by side, last state after the norm) of the rows' tokens.
 
     Tap -1 is the input. A layer's output exists once the next norm has added its MLP.
     """
+    residual, normed = ops.embed_norm(batch.token, embedding, stack.layers[0].input_gain, stack.eps)
     caught: dict[int, Tensor] = {-1: residual.clone()} if -1 in taps else {}
-    parts: Tensor | None = None
-    for index, layer in enumerate(stack.layers):
+    parts = run_layer(Step(ops, stack, batch, memory), 0, normed, residual)
+    for index, layer in enumerate(stack.layers[1:], 1):
         normed = ops.add_norm(residual, parts, layer.input_gain, stack.eps)
-        if index - 1 in taps and index:
+        if index - 1 in taps:
             caught[index - 1] = residual.clone()
         parts = run_layer(Step(ops, stack, batch, memory), index, normed, residual)
         if index in CUTS:

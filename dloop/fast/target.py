@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.nn import functional as F
 
 from dloop.fast.graphs import Forward, Graphs
 from dloop.fast.lease import Leased, lease
@@ -129,9 +128,7 @@ class FastMemory(Leased):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(taps, last states, logits of the last `keep` rows)."""
         batch, vocabulary = layout.views(block, runs), self.target.vocabulary
-        tapped, last = run_stack(
-            ops, self.target.stack, F.embedding(batch.token, vocabulary.embedding), batch, self.store, self.taps
-        )
+        tapped, last = run_stack(ops, self.target.stack, vocabulary.embedding, batch, self.store, self.taps)
         return tapped, last, ops.head(last[-keep:], vocabulary.head)
 
 

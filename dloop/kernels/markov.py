@@ -4,6 +4,8 @@ One kernel a row: its programs first agree on the previous row's token, from wha
 vocabulary, then go through their share for this row. A last one writes the tokens and their log-probabilities.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,21 +14,54 @@ from torch import Tensor
 
 from dloop.kernels.pdl import launch_options, prefetch, release, wait
 
-WIDTH = 64  # tokens of the vocabulary a step
-PROGRAMS = 264  # that share the vocabulary, at most: two for each of an H200's multiprocessors
+
+class Tiling(NamedTuple):
+    """How a row is shared out. It decides the order of sums: one choice for all launches."""
+
+    programs: int  # that share the vocabulary, at most
+    width: int  # tokens of the vocabulary a step: 64 for every 4 warps
+    warps: int
+    stages: int  # steps in flight
+
+
+TILING = Tiling(programs=264, width=64, warps=4, stages=3)  # two programs for each of an H200's multiprocessors
 SEQUENCES = 64  # of one launch, at most: their rows of the first factor stay in shared memory
 LOW = tl.constexpr(-1e30)  # below every logit, and finite, so that differences are numbers
 
 
 @triton.jit
-def likeliest(best, where, start, PROGRAMS: tl.constexpr, PADDED: tl.constexpr, used, columns):
-    """The likeliest token of each column, the lowest of equals, of what the programs left at `start` [C, PROGRAMS]."""
+def likeliest(
+    best,
+    where,
+    start,
+    sequences,
+    PROGRAMS: tl.constexpr,
+    PADDED: tl.constexpr,
+    JOINED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The likeliest token, the lowest of equals, of what the programs left at `start` [sequences, PROGRAMS].
+
+    JOINED columns are read, as few as hold the sequences; of the COLUMNS given, the others say token 0.
+    """
     p = tl.arange(0, PADDED)
-    inside = (p < PROGRAMS)[:, None] & used[None, :]
-    at = start + columns[None, :] * PROGRAMS + p[:, None]
-    tops = tl.load(best + at, mask=inside, other=LOW)
-    tokens = tl.load(where + at, mask=inside, other=2**31 - 1)
-    return tl.min(tl.where(tops == tl.max(tops, 0)[None, :], tokens, 2**31 - 1), 0)
+    s = tl.arange(0, COLUMNS)
+    inside = p < PROGRAMS
+    if JOINED == 1:
+        tops = tl.load(best + start + p, mask=inside, other=LOW)
+        tokens = tl.load(where + start + p, mask=inside, other=2**31 - 1)
+        found = tl.where(s == 0, tl.min(tl.where(tops == tl.max(tops, 0), tokens, 2**31 - 1), 0), 0)
+    else:
+        j = tl.arange(0, JOINED)
+        at = start + j[None, :] * PROGRAMS + p[:, None]
+        inside = inside[:, None] & (j < sequences)[None, :]
+        tops = tl.load(best + at, mask=inside, other=LOW)
+        tokens = tl.load(where + at, mask=inside, other=2**31 - 1)
+        found = tl.min(tl.where(tops == tl.max(tops, 0)[None, :], tokens, 2**31 - 1), 0)
+        found = tl.where(j < sequences, found, 0)
+        if JOINED < COLUMNS:
+            found = tl.sum(tl.where(j[:, None] == s[None, :], found[:, None], 0), 0)
+    return found
 
 
 @triton.jit
@@ -43,6 +78,7 @@ def row_kernel(
     V: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
+    JOINED: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -70,8 +106,9 @@ def row_kernel(
     if row == 0:
         previous = tl.load(anchors + s, mask=used, other=0).to(tl.int32)
     else:
-        previous = likeliest(best, where, (row - 1) * sequences * PROGRAMS, PROGRAMS, PADDED, used, s)
-    previous = tl.where(used, previous, 0).to(tl.int64)
+        start = (row - 1) * sequences * PROGRAMS
+        previous = likeliest(best, where, start, sequences, PROGRAMS, PADDED, JOINED, COLUMNS)
+    previous = previous.to(tl.int64)
     narrow = tl.load(w1 + previous[:, None] * RANK + r[None, :], mask=used[:, None] & (r < RANK)[None, :], other=0.0)
     tops = tl.full((WIDTH, COLUMNS), LOW, tl.float32)
     total = tl.zeros((WIDTH, COLUMNS), tl.float32)
@@ -83,9 +120,9 @@ def row_kernel(
         tall = tl.load(
             w2 + v.to(tl.int64)[:, None] * RANK + r[None, :], mask=inside[:, None] & (r < RANK)[None, :], other=0.0
         )
-        bias = tl.dot(tall, tl.trans(narrow), input_precision="ieee").to(kind)
         at = logits + (s.to(tl.int64) * BLOCK + row)[None, :] * V + v[:, None]
-        plain = tl.load(at, mask=inside[:, None] & used[None, :], other=0.0)
+        plain = tl.load(at, mask=inside[:, None] & used[None, :], other=0.0)  # in flight while the product is made
+        bias = tl.dot(tall, tl.trans(narrow), input_precision="ieee").to(kind)
         shifted = (plain.to(tl.float32) + bias.to(tl.float32)).to(kind).to(tl.float32)
         shifted = tl.where(inside[:, None], shifted, float("-inf"))
         higher = tl.maximum(tops, shifted)
@@ -142,17 +179,18 @@ def launch(
         parts = zip(logits.split(SEQUENCES * block), anchors.split(SEQUENCES), strict=False)  # spare rows come last
         return torch.cat([launch(rows, own, w1, w2, block, pdl) for rows, own in parts])
     sequences, (vocab, rank) = len(anchors), w1.shape
-    programs = min(PROGRAMS, triton.cdiv(vocab, WIDTH))
+    cut = TILING
+    programs = min(cut.programs, triton.cdiv(vocab, cut.width))
     best = torch.empty(block, sequences, programs, device=logits.device)
     mass, where = torch.empty_like(best), torch.empty_like(best, dtype=torch.int32)
-    shape = dict(BLOCK=block, PROGRAMS=programs, PADDED=triton.next_power_of_2(programs), PDL=pdl, num_warps=4)
-    extra = launch_options(pdl)
+    shape = dict(BLOCK=block, PROGRAMS=programs, PADDED=triton.next_power_of_2(programs), PDL=pdl)
+    joined, extra = triton.next_power_of_2(sequences), launch_options(pdl)
     for row in range(block):
         row_kernel[(programs,)](
-            logits, anchors, w1, w2, best, where, mass, row, sequences, V=vocab, RANK=rank,
-            COLUMNS=max(16, triton.next_power_of_2(sequences)), DEPTH=max(64, triton.next_power_of_2(rank)),
-            WIDTH=WIDTH, num_stages=3, **shape, **extra,
+            logits, anchors, w1, w2, best, where, mass, row, sequences, V=vocab, RANK=rank, JOINED=joined,
+            COLUMNS=max(16, joined), DEPTH=max(64, triton.next_power_of_2(rank)), WIDTH=cut.width,
+            num_warps=cut.warps, num_stages=cut.stages, **shape, **extra,
         )  # fmt: skip
     out = torch.empty(sequences, 3, block, dtype=torch.float64, device=logits.device)
-    finish_kernel[(sequences, block)](best, where, mass, out, sequences, **shape, **extra)
+    finish_kernel[(sequences, block)](best, where, mass, out, sequences, num_warps=4, **shape, **extra)
     return out

@@ -55,6 +55,46 @@ def launch(residual: Tensor, parts: Tensor | None, weight: Tensor, eps: float, p
 
 
 @triton.jit
+def embed_norm_kernel(
+    tokens,  # [R]
+    embedding,  # [V, D]
+    weight,  # [D]
+    residual,  # [R, D]
+    normed,  # [R, D]
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row: residual = its token's embedding; normed = residual / rms(residual) * weight, as `add_norm_kernel`."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, WIDTH)
+    inside = d < D
+    gain = tl.load(weight + d, mask=inside, other=0.0)
+    release(PDL)
+    wait(PDL)
+    kind = residual.dtype.element_ty
+    x = tl.load(embedding + tl.load(tokens + row).to(tl.int64) * D + d, mask=inside, other=0.0)
+    tl.store(residual + row * D + d, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / D + EPS)
+    y = ((wide * scale).to(kind).to(tl.float32) * gain.to(tl.float32)).to(kind)
+    tl.store(normed + row * D + d, y, mask=inside)
+
+
+def launch_embed(tokens: Tensor, embedding: Tensor, weight: Tensor, eps: float, pdl: bool) -> tuple[Tensor, Tensor]:
+    """Tokens [R] -> (their embeddings [R, D], the same normed)."""
+    count, size = len(tokens), embedding.shape[1]
+    residual = embedding.new_empty(count, size)
+    normed = torch.empty_like(residual)
+    embed_norm_kernel[(count,)](
+        tokens, embedding, weight, residual, normed, D=size, WIDTH=triton.next_power_of_2(size), EPS=eps, PDL=pdl,
+        num_warps=4 if size <= 2048 else 8, **launch_options(pdl),
+    )  # fmt: skip
+    return residual, normed
+
+
+@triton.jit
 def pair_kernel(
     tokens,  # [R]
     embedding,  # [V, D]
