@@ -141,7 +141,9 @@ def answers(given: Campaign, name: str, samples: int, *sampling: str) -> list[st
 
 def training(given: Campaign, name: str, *more: str) -> list[str]:
     """The command that trains a drafter; its checkpoints are below NAME/."""
-    fast = ["--compile", "--cache-features", *([] if given.family == "eagle3" else ["--cuda-graphs"])]
+    fast = ["--compile", "--cache-features", "--cuda-graphs"]
+    if given.family == "eagle3":  # three times as fast as its dense attention
+        fast += ["--attention", "flex"]
     anchors = [] if given.family == "eagle3" else ["--num-anchors", str(given.anchors)]
     weights = ["--dspark-ce-loss-alpha", "1", "--dspark-l1-loss-alpha", "1"] if given.family == "dspark" else []
     tokens = given.tokens or given.output_dir / "tokens.npz"
