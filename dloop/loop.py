@@ -71,6 +71,15 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A drafter that can begin to read verified positions while the judge is still at work."""
+
+    def read_ahead(self, slot: int, position: int, features: Features) -> None:
+        """These features of a chain's rows, from `position` on: `extend` follows with the first of them."""
+        ...
+
+
 class Session(NamedTuple):
     """The two memories one decode works on; no drafter is plain decoding."""
 
@@ -148,6 +157,8 @@ def decode(session: Session, slot: int, prompt: list[int], *, gate: Gate, judge:
         drafted = time.perf_counter()
         seen = yield VerifyRequest(slot=slot, draft=draft)
         assert isinstance(seen, Seen)
+        if isinstance(drafter, ReadsAhead) and draft.is_chain:
+            drafter.read_ahead(slot, position, seen.features)
         verdict = judge(draft, seen.logits)
         kept = [0, *verdict.path]
         target.commit(slot, kept)

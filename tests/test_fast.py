@@ -170,6 +170,27 @@ def test_the_fast_path_gives_the_target_s_text(family, gate):
     assert out.acceptance_length > 1.5, "the drafter should be right at times"
 
 
+@pytest.mark.parametrize("gate", [1.0, -0.5, "auto"])
+def test_a_text_alone_is_read_while_the_target_still_verifies(family, gate, monkeypatch):
+    """Rounds are the same as without: what was read of tokens that were not accepted is no part of the context."""
+    _, target, drafter, prompts, texts = family
+    settings = dict(max_new_tokens=32, loop_gate=gate)
+    before = [generate(target, drafter, prompt, **settings) for prompt in prompts]
+    monkeypatch.setattr(FastBlockMemory, "overlaps", True)
+    reads, read = list[int](), FastBlockMemory.read
+    monkeypatch.setattr(FastBlockMemory, "read", lambda self, rows: reads.append(len(rows.runs)) or read(self, rows))
+    for prompt, text, other in zip(prompts, texts, before, strict=True):
+        reads.clear()
+        found = generate(target, drafter, prompt, **settings)
+        assert found.tokens == text and len(reads) == 1 + len(found.rounds), "once for the prompt, once a round"
+        if gate != "auto":
+            assert [each.path for each in found.rounds] == [each.path for each in other.rounds]
+    together = {
+        each.index: each.tokens for each in generate_many(target, drafter, prompts, Settings(**settings), live=3)
+    }
+    assert [together[index] for index in range(len(texts))] == texts
+
+
 @pytest.mark.parametrize("verify", ["match", "reject"])
 def test_the_fast_path_draws_what_the_twin_draws(family, verify):
     """Match: the text of plain sampling. Reject: the very rounds of the twin, noise and all."""

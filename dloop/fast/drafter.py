@@ -64,17 +64,34 @@ class DrafterSession:
         self.length: dict[int, int] = {}
         self.waiting = Block()  # context rows that the next stage's forward will read
         self.ahead: dict[int, int] = {}  # stages whose gap is stored already, by slot
+        self.foreseen: Features | None = None  # whose rows are stored already, from the committed ones on
 
     @property
     def stage_len(self) -> int:
         return self.drafter.config.stage_len
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the device can be given work before the host knows that it is needed: for one sequence alone."""
+        return len(self.committed) == 1 and self.memory.overlaps
+
+    @torch.no_grad()
+    def read_ahead(self, slot: int, position: int, features: Features) -> None:
+        """Store all rows that a verification may accept while it runs; `extend` says which of them stay."""
+        if self.is_ahead and len(features.taps) <= MOST_WAITING:
+            self.extend(slot, position, [0] * len(features.taps), features)
+            self.committed[slot], self.foreseen = position, features
 
     @torch.no_grad()
     def extend(self, slot: int, position: int, tokens: list[int], features: Features) -> None:
         if position == 0:
             self.committed[slot] = 0
         assert self.committed[slot] == position
-        count = len(tokens)
+        count, foreseen = len(tokens), self.foreseen
+        self.foreseen = None
+        if foreseen is not None and self.is_ahead and foreseen.taps.data_ptr() == features.taps.data_ptr():
+            self.committed[slot] = self.length[slot] = position + count
+            return
         if len(self.waiting.rows.token) + count > MOST_GRAPHED or any(run.slot == slot for run in self.waiting.runs):
             self._read()
         self.memory.make_room(slot, position + count)
@@ -160,7 +177,7 @@ class DrafterSession:
 
         The host's decision takes longer than that. If the stage never comes, the next `extend` writes over it.
         """
-        if len(self.committed) > 1 or not self.memory.overlaps:
+        if not self.is_ahead:
             return
         (request,) = requests
         rows = self._gap_rows({request.slot: self._new_gap(request.index + 1)})  # no more than the stage had room for
