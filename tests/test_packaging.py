@@ -154,3 +154,20 @@ def test_citation_names_this_version_and_the_paper(version):
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert str(citation["version"]) == version
     assert citation["preferred-citation"]["title"] == "DLoop: Looped Speculative Decoding"
+
+
+@pytest.mark.parametrize("exits", [[0], [75, 75, 0], [75, 3], [130]])
+def test_make_reproduce_small_goes_on_while_the_time_was_up(exits, tmp_path):
+    """A stand-in for the environment's Python says how each call ends."""
+    calls, prompts = tmp_path / "calls", tmp_path / "prompts.jsonl"
+    prompts.touch()
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    answers = " ".join(map(str, exits))
+    python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nset -- {answers}\nshift $(($(wc -l < {calls}) - 1))\nexit $1\n')
+    python.chmod(0o755)
+    words = ["make", "-s", "-o", ".venv/.installed", "reproduce-small", f"BIN={python.parent}", f"PROMPTS={prompts}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert len(calls.read_text().splitlines()) == len(exits)
+    assert (done.returncode == 0) == (exits[-1] == 0), done.stderr
+    assert f"scripts/reproduce_small.py --prompts {prompts}" in calls.read_text()

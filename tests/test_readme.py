@@ -35,11 +35,20 @@ def needs_a_download(words: list[str]) -> bool:
     return "report" in words or any("/" in model and not model.startswith("outputs/") for model in models)
 
 
-def run_in_order(folder: Path) -> list[str]:
+CHAPTERS = [("Command line",), ("Python",), ("Speed",), ("Training", "Gates")]  # which use no files of one another
+
+
+def chapter(heading: str) -> str:
+    """The text below a heading of the second level."""
+    (text,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
+    return text
+
+
+def run_in_order(readme: str, folder: Path) -> list[str]:
     """Snippets and commands as a reader meets them, each in its own process, in one folder; what snippets print."""
     printed = list[str]()
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for language, text in re.findall(r"^```(python|sh)\n(.*?)^```", README, re.MULTILINE | re.DOTALL):
+    for language, text in re.findall(r"^```(python|sh)\n(.*?)^```", readme, re.MULTILINE | re.DOTALL):
         lines = [text] if language == "python" else text.replace("\\\n", " ").splitlines()
         for line in lines:
             words = [sys.executable, "-c", line]
@@ -85,6 +94,15 @@ def test_the_first_scripts_are_short(number):
 
 
 @pytest.mark.slow
-def test_snippets_and_commands_run_and_the_first_scripts_answer(smollm2_dir, tmp_path):
-    first, second, *_ = run_in_order(tmp_path)
-    assert "def reverse_string(" in first and "return word" in second
+@pytest.mark.parametrize("headings", CHAPTERS, ids=lambda headings: "+".join(headings).replace(" ", "-"))
+def test_snippets_and_commands_run_and_the_first_scripts_answer(headings, smollm2_dir, tmp_path):
+    printed = run_in_order("".join(map(chapter, headings)), tmp_path)
+    if headings == ("Python",):
+        first, second, *_ = printed
+        assert "def reverse_string(" in first and "return word" in second
+
+
+def test_every_chapter_with_something_to_run_is_run():
+    headings = re.findall(r"^## (.*)", README, re.MULTILINE)
+    runs = {heading for heading in headings if re.search(r"^```python$|^dloop ", chapter(heading), re.MULTILINE)}
+    assert runs == {heading for group in CHAPTERS for heading in group}
