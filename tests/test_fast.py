@@ -20,7 +20,7 @@ from dloop.drafters.gap import READINGS
 from dloop.errors import UserError
 from dloop.fast import decode as fast_decode
 from dloop.fast import drafter as fast_drafter
-from dloop.fast.drafter import FastBlockDrafter
+from dloop.fast.drafter import DrafterSession, FastBlockDrafter
 from dloop.fast.drafter_memory import FastBlockMemory
 from dloop.fast.graphs import Forward, Graphs, Parts, cut
 from dloop.fast.lease import Leased, lease
@@ -33,7 +33,7 @@ from dloop.load import drafter_like, on_engine
 from dloop.sampling import sample_seed
 from dloop.settings import Settings, sampling_of
 from dloop.testing import KINDS, good_drafter, taught_drafter, tiny_drafter, tiny_target
-from dloop.types import Features, Rows, StageRequest
+from dloop.types import Features, Rows, Sampling, StageRequest
 
 TAPS = (-1, 0, 2, 3)
 PROMPTS = {0: [1, 2, 3, 4, 5], 1: [7, 8, 9]}
@@ -102,12 +102,20 @@ def test_static_drafters_draft_what_their_twin_does(family, reading):
                 assert drafted.score == pytest.approx(expected.score, abs=1e-4)
 
 
+def kept(seen: list[int], value: object) -> object:
+    """The value, counted unless it is None."""
+    seen.extend([] if value is None else [1])
+    return value
+
+
 @pytest.mark.parametrize("reading", READINGS)
 @pytest.mark.parametrize("family", BLOCK_FAMILIES)
 def test_a_gap_that_is_stored_ahead_is_the_gap(family, reading, monkeypatch):
     """Whether the further stage comes or not, and where the store grows for it."""
     monkeypatch.setattr(FastBlockMemory, "overlaps", True)
     fills, fill = list[int](), FastBlockMemory.fill
+    ready, made = list[int](), DrafterSession._stage_made_ready
+    monkeypatch.setattr(DrafterSession, "_stage_made_ready", lambda *given: kept(ready, made(*given)))
     monkeypatch.setattr(FastBlockMemory, "fill", lambda self, gaps: fills.append(len(gaps.runs)) or fill(self, gaps))
     twin = tiny_drafter(tiny_target(), family=family, gap_rows=reading)
     slow, fast = twin.open(), FastBlockDrafter.of(twin).open(slots=1, context=16)
@@ -118,12 +126,14 @@ def test_a_gap_that_is_stored_ahead_is_the_gap(family, reading, monkeypatch):
             session.extend(0, position, [1] * count, Features(taps=taps, last=taps[:, :32]))
         position += count
         for index in range(most):
-            request = StageRequest(slot=0, anchor=5 + index, index=index)
+            law = Sampling(temperature=0.7, seed=1) if (count, index) == (5, 1) else None
+            request = StageRequest(slot=0, anchor=5 + index, index=index, sampling=law)
             expected, drafted = slow.draft([request])[0], fast.draft([request])[0]
             assert drafted.tokens == expected.tokens
             assert drafted.logp == pytest.approx(expected.logp, abs=1e-4)
         stages += most
     assert len(fills) == stages
+    assert len(ready) == 6, "one further stage had to wait until the store had grown, another had a law of its own"
 
 
 @pytest.mark.parametrize("count", [9, 30, 100])

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.gap import GapRow, new_gap_rows
 from dloop.drafters.proposal import to_stage
-from dloop.fast.drafter_memory import MOST_GRAPHED, MOST_WAITING, Block, FastBlockMemory, Manner, Staged
+from dloop.fast.drafter_memory import MOST_GRAPHED, MOST_WAITING, Block, FastBlockMemory, Manner, Staged, Staging
 from dloop.fast.lease import lease
 from dloop.fast.rows import Run
 from dloop.fast.runner import Arrival, use_the_time
@@ -54,6 +55,14 @@ class FastBlockDrafter(BlockDrafter):
         )
 
 
+class Ready(NamedTuple):
+    """The next stage of one sequence, made ready before its anchor is known."""
+
+    request: StageRequest  # anchor 0
+    length: int  # rows of its slot, the gap included
+    staging: Staging
+
+
 class DrafterSession:
     """One session's use of a memory, under the loop's law: committed rows + a speculative tail."""
 
@@ -64,6 +73,7 @@ class DrafterSession:
         self.length: dict[int, int] = {}
         self.waiting = Block()  # context rows that the next stage's forward will read
         self.ahead: dict[int, int] = {}  # stages whose gap is stored already, by slot
+        self.ready: Ready | None = None
         self.foreseen: Features | None = None  # whose rows are stored already, from the committed ones on
 
     @property
@@ -118,6 +128,7 @@ class DrafterSession:
             if request.index == 0:
                 self.length[request.slot] = self.committed[request.slot]
                 self.ahead.pop(request.slot, None)
+                self.ready = None
         stages: dict[int, Stage] = {}
         for manner in dict.fromkeys(self._manner(request) for request in requests):
             alike = [request for request in requests if self._manner(request) == manner]
@@ -129,7 +140,7 @@ class DrafterSession:
         return Manner(None if law is None else replace(law, seed=0), self.drafter.trees if nodes else None, nodes)
 
     def _stages(self, requests: Sequence[StageRequest], manner: Manner) -> list[Stage]:
-        staged = self._stage(requests, manner)
+        staged = self._stage_made_ready(requests, manner) or self._stage(requests, manner)
         arrival = Arrival(staged.packed[: len(requests)])
         self._go_ahead(requests)
         use_the_time(requests)
@@ -144,21 +155,34 @@ class DrafterSession:
         return self.committed[request.slot] + request.index * self.stage_len
 
     def _stage(self, requests: Sequence[StageRequest], manner: Manner) -> Staged:
-        config, stages = self.drafter.config, Block()
-        size = config.block_size
-        gaps = self._gaps(requests)
+        gaps, stages = self._gaps(requests), Block()
         for request in requests:
-            slot, start = request.slot, self._start(request)
-            stages.add(
-                Run(slot, len(stages.rows.token), size, self.length[slot]),
-                [request.anchor, *[config.mask_token_id] * (size - 1)],
-                range(start, start + size),
-                [self.memory.state_row(slot, request.index, row) for row in range(size)],
-            )
+            self._add_stage(stages, request)
             if request.sampling is not None:
-                self.memory.seed(slot, request.sampling.seed)
+                self.memory.seed(request.slot, request.sampling.seed)
         contexts, self.waiting = self.waiting, Block()
-        return self.memory.stage(contexts, gaps, stages, manner)
+        return self.memory.stage(self.memory.staging(contexts, gaps, stages, manner))
+
+    def _add_stage(self, stages: Block, request: StageRequest) -> None:
+        """A stage's rows, behind what its slot holds."""
+        config, slot, start = self.drafter.config, request.slot, self._start(request)
+        size = config.block_size
+        stages.add(
+            Run(slot, len(stages.rows.token), size, self.length[slot]),
+            [request.anchor, *[config.mask_token_id] * (size - 1)],
+            range(start, start + size),
+            [self.memory.state_row(slot, request.index, row) for row in range(size)],
+        )
+
+    def _stage_made_ready(self, requests: Sequence[StageRequest], manner: Manner) -> Staged | None:
+        """The stage that `_go_ahead` made ready, if it is the one."""
+        ready, self.ready = self.ready, None
+        if ready is None or [replace(each, anchor=0, meanwhile=None) for each in requests] != [ready.request]:
+            return None
+        (request,) = requests
+        self.length[request.slot] = ready.length
+        ready.staging.drafting.block[0] = request.anchor  # the first row's token
+        return self.memory.stage(ready.staging)
 
     def _gaps(self, requests: Sequence[StageRequest]) -> Block:
         """The earlier stages' own final states, as context of the positions nobody has verified yet; room for all."""
@@ -173,17 +197,24 @@ class DrafterSession:
         return block
 
     def _go_ahead(self, requests: Sequence[StageRequest]) -> None:
-        """While the device drafts for one sequence alone: ask for the gap of a further stage.
+        """While the device drafts for one sequence alone: ask for the gap of a further stage, and make the stage ready.
 
         The host's decision takes longer than that. If the stage never comes, the next `extend` writes over it.
         """
         if not self.is_ahead:
             return
-        (request,) = requests
-        rows = self._gap_rows({request.slot: self._new_gap(request.index + 1)})  # no more than the stage had room for
-        if rows.runs:
-            self.memory.fill(rows)
-            self.ahead[request.slot] = request.index + 1
+        (asked,) = requests
+        request = replace(asked, anchor=0, index=asked.index + 1, meanwhile=None)
+        slot, gap = request.slot, self._new_gap(request.index)
+        if gap:
+            self.memory.fill(self._gap_rows({slot: gap}))  # no more than the stage before had room for
+            self.ahead[slot] = request.index
+        before, length = self.length[slot], self.length[slot] + len(gap)
+        if self.memory.has_room(slot, length + self.drafter.config.block_size, request.index + 1):
+            self.length[slot], stages = length, Block()
+            self._add_stage(stages, request)
+            self.length[slot] = before
+            self.ready = Ready(request, length, self.memory.staging(Block(), Block(), stages, self._manner(request)))
 
     def _new_gap(self, index: int) -> list[GapRow]:
         config = self.drafter.config

@@ -63,6 +63,14 @@ class Staged(NamedTuple):
     build: Callable[[list[float]], Stage] | None = None  # a tree from its numbers
 
 
+class Staging(NamedTuple):
+    """A stage that is ready to be drafted."""
+
+    name: str
+    drafting: Forward[Staged]
+    before: list[Forward[None]]
+
+
 class FastBlockMemory(Runner):
     """A static store, the final states of the stages drafted since the last verification, and the graphs over both."""
 
@@ -84,6 +92,10 @@ class FastBlockMemory(Runner):
             self.graphs.clear()
             moved = True
         return moved
+
+    def has_room(self, slot: int, rows: int, stages: int) -> bool:
+        """Whether nothing has to move for so many rows and stages."""
+        return slot < self.store.slots and rows <= self.store.capacity and stages <= self.states.shape[1]
 
     def state_row(self, slot: int, stage: int, row: int) -> int:
         """Where a stage's row is kept, counted over all slots."""
@@ -118,9 +130,13 @@ class FastBlockMemory(Runner):
 
         return self.forward(gaps.runs, partial(pack_block, gaps.rows), forward)
 
-    def stage(self, contexts: Block, gaps: Block, stages: Block, manner: Manner) -> Staged:
+    def stage(self, staging: Staging) -> Staged:
+        """What `staging` says, in one graph."""
+        return self.graphs(staging.name, staging.drafting, *staging.before)
+
+    def staging(self, contexts: Block, gaps: Block, stages: Block, manner: Manner) -> Staging:
         """Read context rows whose features stand in `features`; store kept final states as context of positions nobody
-        has verified yet; then draft one stage for each run and keep its own. All in one graph.
+        has verified yet; then draft one stage for each run and keep its own.
         """
         drafter, size = self.drafter, self.drafter.config.block_size
 
@@ -142,7 +158,7 @@ class FastBlockMemory(Runner):
         if gaps.runs:
             name = f"fill, {name}"
             before.append(self._fill(gaps))
-        return self.graphs(name, self.forward(stages.runs, partial(pack_block, stages.rows), forward), *before)
+        return Staging(name, self.forward(stages.runs, partial(pack_block, stages.rows), forward), before)
 
     def _drawn(self, hidden: Float[Tensor, "R D"], batch: RowBatch, law: Sampling, count: int) -> Staged:
         """Proposals drawn from their laws, one sequence after the other: the heads' loops are over single tokens."""
