@@ -61,6 +61,12 @@ def in_layout(
     if layout == "deepspec":
         if read.family != "dspark":
             raise UserError(f"the deepspec layout is DSpark's, this drafter is {read.family}; use specforge or dflash")
+        assert isinstance(read, BlockConfig)
+        if read.draft_vocab_size is not None:
+            raise UserError(
+                f"the deepspec layout has no draft vocabulary, this drafter's is of {read.draft_vocab_size} tokens; "
+                "use specforge or dflash"
+            )
         own = own or {EMBEDDING: vocabulary.embedding.clone(), HEAD: vocabulary.head.clone()}  # a tied pair is one
         return flat(config), rest | own
     own = {key: value for key, value in own.items() if not is_same(value, shared[key])}

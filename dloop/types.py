@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dloop.errors import UserError
@@ -91,8 +91,9 @@ class Vocabulary:
     """The target's embedding and head, shared with drafters that have none of their own. Never trained."""
 
     embedding: Float[Tensor, "V D"]
-    head: Float[Tensor, "V D"]
+    head: Float[Tensor, "W D"]
     softcap: float | None = None  # the target's logits are softcap * tanh(logits / softcap)
+    kept: Int[Tensor, " W"] | None = None  # the target's ids of the head's rows, increasing; None: all, W = V
 
 
 @dataclass(frozen=True, kw_only=True)

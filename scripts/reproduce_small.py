@@ -38,6 +38,7 @@ from dloop.records import Json
 
 AGAIN = 75  # exit status: the time is up, the same call goes on (EX_TEMPFAIL of sysexits.h)
 STOPPED = 128 + signal.SIGINT
+EAGLE3_WORDS = 16384
 GRACE_S = 90.0  # for a command to save what it has
 SETS = "gsm8k,math500,aime25,humaneval,mbpp,livecodebench,mt-bench,alpaca"
 Run = Callable[[Sequence[str], float], int]
@@ -54,7 +55,9 @@ class Campaign:
     stage: int = option(3, "tokens of a block drafter's stage", group="models")
     rank: int = option(32, "of DSpark's Markov head and Domino's embedding; a quarter of its GRU's", group="models")
     mask_token_id: int = option(3, "a token that no text holds, of block drafters", group="models")
-    draft_vocab_size: int = option(16384, "words of EAGLE-3's head", group="models")
+    draft_vocab_size: int | None = option(
+        None, "words that the drafter can name; unless given EAGLE-3 16384, others all", group="models"
+    )
     tokens: Path | None = option(None, "answers that are there already, in place of new ones (.npz)", group="data")
     greedy_samples: int = option(40000, "answers at temperature 0", group="data")
     sampled_samples: int = option(15000, "answers at temperature 0.7, top-p 0.8, top-k 20", group="data")
@@ -107,7 +110,7 @@ def new_drafter(given: Campaign) -> HostConfig:
         "attention_bias": False, "num_target_layers": depth,
     }  # fmt: skip
     if given.family == "eagle3":
-        words = min(given.draft_vocab_size, target.vocab_size)
+        words = min(given.draft_vocab_size or EAGLE3_WORDS, target.vocab_size)
         taps = published_taps(depth)
         return Eagle3Config(
             **shape, target_hidden_size=target.hidden_size, draft_vocab_size=words, target_layer_ids=taps
@@ -117,6 +120,7 @@ def new_drafter(given: Campaign) -> HostConfig:
     block = {
         **shape, "num_layers": given.layers, "block_size": given.stage + shift, "label_shift": shift,
         "mask_token_id": given.mask_token_id, "target_layer_ids": taps,
+        "draft_vocab_size": given.draft_vocab_size,
     }  # fmt: skip
     match given.family:
         case "dflash":

@@ -69,8 +69,8 @@ def main() -> None:
         "rows,capacity,depth:i32 scale:fp32"
     )
     found["tree"] = used(attention.combine_tree_kernel, spec, constants, 4, 2)
-    spec = "logits:*bf16 anchors:*i64 w1,w2:*bf16 best:*fp32 where:*i32 mass:*fp32 row,sequences:i32"
-    programs = dict(BLOCK=7, PROGRAMS=264, PADDED=512, PDL=True)
+    spec = "logits:*bf16 anchors:*i64 w1,w2:*bf16 kept:*i64 best:*fp32 where:*i32 mass:*fp32 row,sequences:i32"
+    programs = dict(BLOCK=7, PROGRAMS=264, PADDED=512, MAPPED=True, PDL=True)
     cut = markov.TILING
     for joined in (1, 4, 32):
         constants = programs | dict(V=151936, RANK=256, JOINED=joined, COLUMNS=max(16, joined), DEPTH=256)
@@ -78,7 +78,7 @@ def main() -> None:
             markov.row_kernel, spec, constants | dict(WIDTH=cut.width), cut.warps, cut.stages
         )
     found["markov finish"] = used(
-        markov.finish_kernel, "best:*fp32 where:*i32 mass:*fp32 out:*fp64 sequences:i32", programs, 4, 1
+        markov.finish_kernel, "best:*fp32 where:*i32 mass:*fp32 kept:*i64 out:*fp64 sequences:i32", programs, 4, 1
     )
     shares = dict(V=32_000, SHARES=8, PDL=True)
     spec = "logits:*bf16 best:*fp32 where:*i32 mass:*fp32"

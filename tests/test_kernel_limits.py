@@ -115,9 +115,9 @@ def test_more_sequences_than_a_launch_takes_are_drafted_like_few(monkeypatch):
     logits = torch.randn(16, 70, generator=generator)  # five sequences of three rows, and one that fills the bucket
     w1, w2 = torch.randn(2, 70, 8, generator=generator)
     anchors = torch.tensor([3, 9, 69, 0, 3])
-    together = markov.launch(logits, anchors, w1, w2, block=3, pdl=False)
+    together = markov.launch(logits, anchors, (w1, w2), None, block=3, pdl=False)
     monkeypatch.setattr(markov, "SEQUENCES", 2)
-    assert torch.equal(markov.launch(logits, anchors, w1, w2, block=3, pdl=False), together)
+    assert torch.equal(markov.launch(logits, anchors, (w1, w2), None, block=3, pdl=False), together)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -126,9 +126,9 @@ def test_a_stage_s_numbers_are_the_same_bits_however_many_are_drafted_with_it(ki
     generator = torch.Generator().manual_seed(0)
     logits, factors = (torch.randn(*shape, generator=generator).to(kind) for shape in ((48, 70), (2, 70, 8)))
     anchors = torch.randint(70, (16,), generator=generator)
-    together = markov.launch(logits, anchors, *factors, block=3, pdl=False)
+    together = markov.launch(logits, anchors, tuple(factors), None, block=3, pdl=False)
     for count in (1, 2, 5):
-        found = markov.launch(logits[-3 * count :], anchors[-count:], *factors, block=3, pdl=False)
+        found = markov.launch(logits[-3 * count :], anchors[-count:], tuple(factors), None, block=3, pdl=False)
         assert torch.equal(found, together[-count:])
 
 
@@ -138,7 +138,7 @@ def test_a_broken_row_of_a_stage_names_a_token_that_there_is(value):
     """Its row of the head's first factor is read, and the target embeds it; no gate opens on it."""
     logits, factors = torch.randn(6, 70), torch.randn(2, 70, 8)
     logits[0] = value
-    found = markov.launch(logits, torch.tensor([3, 9]), *factors, block=3, pdl=False)
+    found = markov.launch(logits, torch.tensor([3, 9]), tuple(factors), None, block=3, pdl=False)
     assert ((found[:, 0] >= 0) & (found[:, 0] < 70)).all() and found[0, 1, 0].isnan()
 
 

@@ -17,6 +17,7 @@ from dloop.errors import UserError
 from dloop.misfits import misfits
 from dloop.own_vocabulary import own_vocabulary
 from dloop.targets.hf import HFTarget
+from dloop.vocabulary import narrowed
 
 CAUSES: dict[str, Cause] = {  # of a misfit, by its key in config.json
     "target_layer_ids": "taps",
@@ -102,7 +103,9 @@ def drafter_of(config: BlockConfig, family: str, folder: Path, target: HFTarget,
         raise TensorFaultsError([tensor_finding(words, names, len(tensors)) for words, names in faults.items()])
     checkpoint.load_strictly(model, tensors, name)
     model.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-    return BlockDrafter(name=name, family=family, model=model, vocabulary=vocabulary, folder=folder)
+    return BlockDrafter(
+        name=name, family=family, model=model, vocabulary=narrowed(vocabulary, model.kept), folder=folder
+    )
 
 
 def tensor_finding(words: str, names: list[str], count: int) -> Finding:
@@ -126,13 +129,13 @@ def refusal(cause: Cause, error: UserError) -> Finding:
 
 def own_vocabulary_findings(drafter: BlockDrafter, target: HFTarget) -> list[Finding]:
     """A stored embedding and head are frozen copies of the target's; a difference is worth a warning."""
-    own, shared = drafter.vocabulary, target.vocabulary
+    own, shared = drafter.vocabulary, narrowed(target.vocabulary, drafter.model.kept)
     found: list[Finding] = []
     for name, ours, theirs in (
         ("embed_tokens.weight", own.embedding, shared.embedding),
         ("lm_head.weight", own.head, shared.head),
     ):
-        if ours is not theirs:
+        if ours is not theirs and not torch.equal(ours, theirs):
             rows = int((ours != theirs).any(1).sum())  # sync
             apart = float((ours.float() - theirs.float()).abs().max())  # sync
             found.append(

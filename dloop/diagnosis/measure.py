@@ -25,6 +25,7 @@ from dloop.gates.walk import figures
 from dloop.targets.hf import HFTarget
 from dloop.train.packed import PackedStages
 from dloop.train.replay import Trace, every_anchor, follow, walk
+from dloop.vocabulary import numbered
 
 CHUNK = 64  # positions whose logits are held at once
 
@@ -102,10 +103,11 @@ def marks_of(setup: Setup, read: Read) -> Marks:
     for start, rows in zip(starts[: whole_stages(len(starts), k)].split(CHUNK), hidden.split(CHUNK), strict=False):
         where = start[:, None] + ahead
         logits, _ = setup.model.teacher_forced(rows[: len(start)], tokens[where], setup.vocabulary)
-        truth = tokens[where + 1]
+        truth, known = numbered(tokens[where + 1], setup.vocabulary.kept)
         wide = logits.float()
         logp = wide.gather(-1, truth[..., None])[..., 0] - wide.logsumexp(-1)
-        parts.append(Marks((wide.argmax(-1) == truth).cpu(), logp.cpu()))  # sync
+        logp = logp.where(known, -torch.inf)  # what it cannot name it never drafts
+        parts.append(Marks(((wide.argmax(-1) == truth) & known).cpu(), logp.cpu()))  # sync
     return Marks(torch.cat([part.right for part in parts]), torch.cat([part.logp for part in parts]))
 
 

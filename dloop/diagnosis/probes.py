@@ -12,6 +12,7 @@ from dloop.diagnosis.findings import Cause
 from dloop.diagnosis.setup import Setup, Tap
 from dloop.targets.hf import HFTarget
 from dloop.types import Vocabulary
+from dloop.vocabulary import narrowed
 
 BASES = (1e4, 5e5, 1e6, 1e7)  # RoPE bases in use, beside the target's own
 TAP_OFFSETS = (-1, 1, -2, 2)
@@ -182,20 +183,20 @@ def order_probes(setup: Setup) -> Iterator[Probe]:
 
 def vocabulary_probes(setup: Setup, target: HFTarget) -> Iterator[Probe]:
     """The target's embedding and head in place of the drafter's own; without its own, a head tied to the embedding."""
-    own, shared = setup.vocabulary, target.vocabulary
+    own, shared = setup.vocabulary, narrowed(target.vocabulary, setup.model.kept)
     others: list[tuple[str, Vocabulary, str]] = []
     drop = "remove {} from model.safetensors, so that the target's is used, or fetch the checkpoint again"
     if own.embedding is not shared.embedding:
-        other = Vocabulary(embedding=shared.embedding, head=own.head)
+        other = replace(own, embedding=shared.embedding)
         others.append(("the target's embedding", other, drop.format("embed_tokens.weight and lm_head.weight")))
-    if own.head is not shared.head:
-        other = Vocabulary(embedding=own.embedding, head=shared.head)
+    if own.head is not shared.head and not torch.equal(own.head, shared.head):
+        other = replace(own, head=shared.head)
         others.append(("the target's head", other, drop.format("lm_head.weight and embed_tokens.weight")))
     if len(others) == 2:
         both = drop.format("embed_tokens.weight and lm_head.weight")
         others.append(("the target's embedding and head", shared, both))
-    if not others and shared.embedding is not shared.head:
-        tied = Vocabulary(embedding=own.embedding, head=own.embedding)
+    if not others and target.vocabulary.embedding is not target.vocabulary.head:
+        tied = narrowed(Vocabulary(embedding=own.embedding, head=own.embedding), setup.model.kept)
         others.append(
             ("the embedding as head", tied, "it was trained with a head tied to the embedding: train it anew")
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dloop.drafters.config import BlockConfig
+from dloop.drafters.draft_vocab import D2T, kept_by, register_maps
 from dloop.drafters.gap import new_gap_rows
 from dloop.drafters.host import HostDrafter, HostModel
 from dloop.drafters.layers import MLP, Mask, NormedAttention, RMSNorm, Rotary
@@ -56,6 +57,15 @@ class BlockModel(HostModel):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList([Layer(config) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.draft_vocab_size is not None:
+            register_maps(self, config.draft_vocab_size, config.vocab_size)
+
+    @property
+    def kept(self) -> Int[Tensor, " W"] | None:
+        """The target's ids of the tokens that it can name; None: all. Logits are over these alone, tokens that come in
+        or go out are the target's.
+        """
+        return None if self.config.draft_vocab_size is None else kept_by(self.get_buffer(D2T))
 
     def context(self, taps: Float[Tensor, "B n F"]) -> Float[Tensor, "B n D"]:
         """Context features of verified positions: once a position, the same for every layer."""
@@ -105,7 +115,7 @@ class BlockModel(HostModel):
     @abstractmethod
     def teacher_forced(
         self, hidden: Float[Tensor, "... B D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary
-    ) -> tuple[Float[Tensor, "... k V"], Tensor | None]:
+    ) -> tuple[Float[Tensor, "... k W"], Tensor | None]:
         """(logits of whole stages whose previous tokens are known, what else the family's loss reads)."""
 
     def compile_layers(self) -> None:

@@ -26,6 +26,7 @@ from dloop.trees.beam import Children, Frontier, beam, best_children, packed
 from dloop.trees.dynamic import candidates, deepest_path, frontier_places, rerank
 from dloop.trees.tree import with_spine
 from dloop.types import Features, Stage, StageRequest, Vocabulary
+from dloop.vocabulary import spread, told
 
 # From rotated queries and the rows' own keys and values to what each head mixed: the caller knows what a row sees.
 Attend = Callable[[Float[Tensor, "B H n d"], KeyValues], Float[Tensor, "B H n d"]]
@@ -74,7 +75,7 @@ class ChainModel(HostModel):
 
     def told(self, tokens: Int[Tensor, "*k"]) -> Int[Tensor, "*k"]:
         """The target's ids of tokens of the head's vocabulary."""
-        return tokens if self.kept is None else self.kept[tokens]
+        return told(tokens, self.kept)
 
     def propose(self, logits: Float[Tensor, "k W"], drawn: Drawn) -> Proposal:
         """A stage from its rows' logits and picks: measured over the head's vocabulary, told in the target's ids."""
@@ -84,9 +85,7 @@ class ChainModel(HostModel):
 
     def spread(self, probs: Float32[Tensor, "k W"]) -> Float32[Tensor, "k V"]:
         """A law over the target's vocabulary: tokens that the head does not know have no chance."""
-        if self.kept is None:
-            return probs
-        return probs.new_zeros(len(probs), self.config.vocab_size).index_copy_(1, self.kept, probs)
+        return spread(probs, self.kept, self.config.vocab_size)
 
 
 @dataclass(frozen=True)

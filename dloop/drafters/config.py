@@ -4,7 +4,7 @@ Sources: DeepSpec's flat layout (Qwen3DSparkModel), SpecForge's nested layout (`
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, cast
 
 from dloop.checkpoint import brief
@@ -55,6 +55,8 @@ class BlockConfig(HostConfig):
     label_shift: int  # l: 1 if rows carry same-position labels, 0 if next-token labels
     mask_token_id: int
     gap_rows: GapRows = "producing"  # pyright: ignore[reportIncompatibleVariableOverride]
+    # None: all words. Not shown: runs are told apart by how a config is shown, and those before it stay as they are.
+    draft_vocab_size: int | None = field(default=None, repr=False)
 
     @property
     def stage_len(self) -> int:
@@ -114,8 +116,8 @@ class Reader:
     def has(self, key: str) -> bool:
         return any(level.get(key) is not None for level in (self.nested, self.raw))
 
-    def integer(self, key: str) -> int:
-        low, high = LIMITS[key]
+    def integer(self, key: str, most: int | None = None) -> int:
+        low, high = LIMITS[key][0], most or LIMITS[key][1]
         value = self.find(key)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.fail(f"{key}={brief(value)} must be a whole number from {low} to {high}; {CORRECT}")
@@ -202,12 +204,13 @@ def read_block(reader: Reader, label_shift: int) -> dict[str, object]:
         )
     if reader.integer("block_size") <= label_shift:
         raise reader.fail(f"block_size={label_shift} leaves no row to draft with: row 0 is the anchor's; correct it")
+    whole = reader.integer("vocab_size")
     return {
         "hidden_size": reader.integer("hidden_size"),
         "intermediate_size": reader.integer("intermediate_size"),
         "num_layers": reader.integer("num_hidden_layers"),
         **reader.heads(),
-        "vocab_size": reader.integer("vocab_size"),
+        "vocab_size": whole,
         "rms_norm_eps": reader.number("rms_norm_eps", 1.0),
         "rope_theta": reader.rope_theta(),
         "max_positions": reader.integer("max_position_embeddings"),
@@ -218,6 +221,7 @@ def read_block(reader: Reader, label_shift: int) -> dict[str, object]:
         "target_layer_ids": reader.integers("target_layer_ids"),
         "num_target_layers": reader.integer("num_target_layers"),
         "gap_rows": read_gap_rows(reader),
+        "draft_vocab_size": reader.integer("draft_vocab_size", whole) if reader.has("draft_vocab_size") else None,
     }
 
 
@@ -281,6 +285,7 @@ def write_block(config: BlockConfig, dtype: str) -> dict[str, object]:
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": False,
         "vocab_size": config.vocab_size,
+        **({} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size}),
         "dflash_config": {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),

@@ -13,12 +13,13 @@ from torch.nn import functional as F
 
 from dloop.drafters.block import BlockModel
 from dloop.drafters.config import BlockConfig, Json, Reader, read_block, with_taps
-from dloop.drafters.proposal import Proposal, Unbuilt, measure
+from dloop.drafters.proposal import Proposal, Unbuilt, measure, named
 from dloop.sampling import GREEDY, Draw
 from dloop.trees.best_first import best_first
 from dloop.trees.shape import TreeShape
 from dloop.trees.tree import with_spine
 from dloop.types import Stage, Vocabulary
+from dloop.vocabulary import told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class DFlash(BlockModel):
     ) -> Proposal:
         """All rows at once: none depends on another's token."""
         logits = F.linear(self.predicting(hidden), vocabulary.head)
-        return measure(logits, draw.rows(logits))
+        return named(measure(logits, draw.rows(logits)), vocabulary)
 
     def tree(
         self,
@@ -61,7 +62,8 @@ class DFlash(BlockModel):
         """A DDTree; its spine is every depth's most likely token."""
         logp = F.linear(self.predicting(hidden), vocabulary.head).float().log_softmax(-1)
         found = logp.topk(min(shape.topk, logp.shape[-1]), -1)
-        depths, width = found.indices.shape
+        tokens = told(found.indices, vocabulary.kept)
+        depths, width = tokens.shape
 
         def build(numbers: list[float]) -> Stage:
             rows = [numbers[start : start + width] for start in range(0, len(numbers), width)]
@@ -69,10 +71,10 @@ class DFlash(BlockModel):
             top = [row[0] for row in logp]
             return with_spine(best_first(logp, tokens, nodes), [row[0] for row in tokens], top, sum(top))
 
-        return Unbuilt(torch.stack([found.indices.double(), found.values.double()]).flatten(), build)
+        return Unbuilt(torch.stack([tokens.double(), found.values.double()]).flatten(), build)
 
     def teacher_forced(
         self, hidden: Float[Tensor, "... B D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary
-    ) -> tuple[Float[Tensor, "... k V"], None]:
+    ) -> tuple[Float[Tensor, "... k W"], None]:
         """(logits, nothing beside them); no row reads a previous token."""
         return F.linear(self.predicting(hidden), vocabulary.head), None

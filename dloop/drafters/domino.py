@@ -97,15 +97,15 @@ class Domino(PathModel):
         self.embed_proj = nn.Sequential(
             nn.Linear(config.hidden_size + config.gru_hidden_dim, config.emb_dim, bias=False),
             nn.SiLU(),
-            nn.Linear(config.emb_dim, config.vocab_size, bias=False),
+            nn.Linear(config.emb_dim, config.draft_vocab_size or config.vocab_size, bias=False),
         )
 
-    def correction(self, rows: Float[Tensor, "... D"], states: Float[Tensor, "... G"]) -> Float[Tensor, "... V"]:
+    def correction(self, rows: Float[Tensor, "... D"], states: Float[Tensor, "... G"]) -> Float[Tensor, "... W"]:
         """What the tokens before add to a row's logits."""
         return self.embed_proj(torch.cat([rows, states], -1))
 
     @property
-    def output(self) -> Float[Tensor, "V E"]:
+    def output(self) -> Float[Tensor, "W E"]:
         return cast(nn.Linear, self.embed_proj[-1]).weight
 
     def read(
@@ -124,7 +124,7 @@ class Domino(PathModel):
 
     def teacher_forced(
         self, hidden: Float[Tensor, "... B D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary
-    ) -> tuple[Float[Tensor, "... k V"], Float[Tensor, "... k V"]]:
+    ) -> tuple[Float[Tensor, "... k W"], Float[Tensor, "... k W"]]:
         """(corrected logits, the backbone's own) of whole stages whose previous tokens are known."""
         rows, pure = self.predicting(hidden), self.config.pure_draft_prefix_len
         base = F.linear(rows, vocabulary.head)

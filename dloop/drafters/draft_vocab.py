@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from dloop.errors import UserError
 
@@ -26,6 +26,17 @@ def most_frequent(tokens: Int[Tensor, " n"], size: int, vocab_size: int) -> Int[
     """The target's ids that occur most often (the smaller id first where counts are equal), in increasing order."""
     counts = torch.bincount(tokens, minlength=vocab_size)
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def register_maps(module: nn.Module, size: int, vocab_size: int) -> None:
+    """Give a module both maps as buffers; until they are filled they keep the target's first ids."""
+    module.register_buffer(D2T, torch.zeros(size, dtype=torch.int64))
+    module.register_buffer(T2D, torch.arange(vocab_size) < size)
+
+
+def kept_by(d2t: Int[Tensor, " W"]) -> Int[Tensor, " W"]:
+    """The target's ids that a map keeps, in increasing order."""
+    return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
 def with_maps(tensors: Mapping[str, Tensor], size: int, vocab_size: int, source: str) -> dict[str, Tensor]:

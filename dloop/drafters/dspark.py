@@ -21,7 +21,7 @@ class MarkovHead(nn.Module):
         self.kind = config.markov_head_type
         rank, hidden = config.markov_rank, config.hidden_size
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)
         if self.kind == "rnn":
@@ -79,7 +79,7 @@ class DSpark(PathModel):
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
 
     @property
-    def output(self) -> Float[Tensor, "V r"]:
+    def output(self) -> Float[Tensor, "W r"]:
         assert self.markov_head is not None
         return self.markov_head.markov_w2.weight
 
@@ -97,7 +97,7 @@ class DSpark(PathModel):
 
     def teacher_forced(
         self, hidden: Float[Tensor, "... k D"], previous: Int[Tensor, "... k"], vocabulary: Vocabulary
-    ) -> tuple[Float[Tensor, "... k V"], Float[Tensor, "... k"] | None]:
+    ) -> tuple[Float[Tensor, "... k W"], Float[Tensor, "... k"] | None]:
         """(corrected logits, confidence logits) of whole blocks whose previous tokens are known."""
         logits = F.linear(hidden, vocabulary.head)
         embedded = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dloop.checkpoint import brief
 from dloop.drafters.chain import Attend, ChainModel
 from dloop.drafters.config import Json, Reader, fully_attends
+from dloop.drafters.draft_vocab import kept_by, register_maps
 from dloop.drafters.host import HostConfig
 from dloop.drafters.layers import MLP, Attention, RMSNorm, Rotary
 from dloop.drafters.memory import KeyValues
@@ -209,8 +210,7 @@ class Eagle3(ChainModel):
         self.midlayer = Midlayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        register_maps(self, config.draft_vocab_size, config.vocab_size)
 
     def first(self, features: Float[Tensor, "B n F"]) -> Float[Tensor, "B n D"]:
         return self.fc(features)
@@ -233,4 +233,4 @@ class Eagle3(ChainModel):
 
     @property
     def kept(self) -> Int[Tensor, " W"]:
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return kept_by(self.d2t)

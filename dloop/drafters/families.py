@@ -20,6 +20,7 @@ from dloop.drafters.lodger import AssistantDrafter
 from dloop.drafters.mtp import FAMILY as MTP_FAMILY
 from dloop.drafters.mtp import MTP, MTPConfig, head_names, read_mtp, with_prefix
 from dloop.types import Vocabulary
+from dloop.vocabulary import narrowed
 
 READERS: Mapping[str, Callable[[Json, str], HostConfig]] = {
     "dflash": read_dflash,
@@ -66,8 +67,10 @@ def write_config(config: HostConfig, dtype: str) -> dict[str, object]:
 def named(config: HostConfig, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """A checkpoint's tensors under the names the family's model gives them, with what their absence means."""
     match config:
-        case DominoConfig():
-            return present_names(tensors)
+        case BlockConfig():
+            found = present_names(tensors) if isinstance(config, DominoConfig) else dict(tensors)
+            size = config.draft_vocab_size
+            return found if size is None else with_maps(found, size, config.vocab_size, source)
         case Eagle3Config():
             return with_maps(tensors, config.draft_vocab_size, config.vocab_size, source)
         case MTPConfig():
@@ -84,11 +87,14 @@ def of_family(family: str, names: Iterable[str]) -> list[str]:
 
 
 def loaded(name: str, model: HostModel, vocabulary: Vocabulary, folder: Path | None = None) -> HostDrafter:
-    """The drafter of a model whose weights are in place."""
+    """The drafter of a model whose weights are in place; `vocabulary` is whole. One that names fewer words holds a
+    copy of the head's rows of these.
+    """
     family = model.config.family
     match model:
         case BlockModel():
-            return BlockDrafter(name=name, family=family, model=model, vocabulary=vocabulary, folder=folder)
+            words = narrowed(vocabulary, model.kept)
+            return BlockDrafter(name=name, family=family, model=model, vocabulary=words, folder=folder)
         case Assistant():
             return AssistantDrafter(name=name, family=family, model=model, vocabulary=vocabulary, folder=folder)
         case ChainModel():

@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dloop.drafters.block import BlockModel
-from dloop.drafters.proposal import Proposal, Unbuilt, measure, pack, stacked
+from dloop.drafters.proposal import Proposal, Unbuilt, measure, named, pack, stacked
 from dloop.sampling import GREEDY, Draw, Drawn
 from dloop.trees.beam import Children, Frontier, beam, best_children, packed
 from dloop.trees.shape import TreeShape
 from dloop.trees.supertree import prune, supertree
 from dloop.trees.tree import with_spine
 from dloop.types import Stage, Vocabulary
+from dloop.vocabulary import told
 
 
 class PathModel(BlockModel):
@@ -22,7 +23,7 @@ class PathModel(BlockModel):
 
     @property
     @abstractmethod
-    def output(self) -> Float[Tensor, "V e"]:
+    def output(self) -> Float[Tensor, "W e"]:
         """The last matrix of the head."""
 
     @abstractmethod
@@ -51,7 +52,7 @@ class PathModel(BlockModel):
         shape: TreeShape,
         nodes: int,
     ) -> Unbuilt:
-        """A DARTree; its spine is the greedy chain, measured over the whole vocabulary.
+        """A DARTree; its spine is the greedy chain, measured over all that the head knows.
 
         The tree ranks each position's candidates among themselves: those of the highest logits before the correction.
         """
@@ -62,13 +63,13 @@ class PathModel(BlockModel):
 
         def expand(depth: int, frontier: Frontier) -> Children:
             nonlocal state
-            count, ids = len(frontier.tokens), candidates[depth]
+            count, words = len(frontier.tokens), candidates[depth]
             above = None if state is None else state[frontier.parents]
             features, state = self.read(depth, rows[depth].expand(count, -1), frontier.tokens, above, vocabulary)
             if features is None:
-                return best_children(base[depth].float().log_softmax(-1).expand(count, -1), None, most)
-            logits = base[depth, ids] + F.linear(features, self.output[ids])
-            return best_children(logits.float().log_softmax(-1), ids, most)
+                return best_children(base[depth].float().log_softmax(-1).expand(count, -1), vocabulary.kept, most)
+            logits = base[depth, words] + F.linear(features, self.output[words])
+            return best_children(logits.float().log_softmax(-1), told(words, vocabulary.kept), most)
 
         levels = beam(anchor, len(base), shape.width, expand)
         chain = pack(self._chain(rows, base, anchor, vocabulary, GREEDY))
@@ -86,7 +87,7 @@ class PathModel(BlockModel):
     def _chain(
         self,
         rows: Float[Tensor, "... k D"],
-        base: Float[Tensor, "... k V"],
+        base: Float[Tensor, "... k W"],
         anchor: Int[Tensor, "..."],
         vocabulary: Vocabulary,
         draw: Draw,
@@ -98,5 +99,5 @@ class PathModel(BlockModel):
             if features is not None:
                 logits[row] = logits[row] + F.linear(features, self.output)
             drawn.append(draw(logits[row], row))
-            previous = drawn[-1].token
-        return measure(torch.stack(logits, -2), stacked(drawn))
+            previous = told(drawn[-1].token, vocabulary.kept)
+        return named(measure(torch.stack(logits, -2), stacked(drawn)), vocabulary)

@@ -8,7 +8,8 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from dloop.sampling import Drawn
-from dloop.types import Stage
+from dloop.types import Stage, Vocabulary
+from dloop.vocabulary import spread
 
 
 class Proposal(NamedTuple):
@@ -31,8 +32,8 @@ class Unbuilt(NamedTuple):
         return self.build(self.numbers.tolist())  # sync
 
 
-def measure(logits: Float[Tensor, "... k V"], drawn: Drawn) -> Proposal:
-    """Float32 log-probabilities over the whole vocabulary, un-tempered, and the laws the tokens were drawn from."""
+def measure(logits: Float[Tensor, "... k W"], drawn: Drawn) -> Proposal:
+    """Float32 log-probabilities over all that the head knows, un-tempered, and the laws the tokens were drawn from."""
     logp = logits.float().log_softmax(-1)
     return Proposal(
         tokens=drawn.token,
@@ -40,6 +41,14 @@ def measure(logits: Float[Tensor, "... k V"], drawn: Drawn) -> Proposal:
         top_logp=logp.max(-1).values,
         probs=drawn.probs,
     )
+
+
+def named(proposal: Proposal, vocabulary: Vocabulary) -> Proposal:
+    """A proposal over the head's own words, told in the target's ids and over the target's vocabulary."""
+    if (kept := vocabulary.kept) is None:
+        return proposal
+    probs = proposal.probs if proposal.probs is None else spread(proposal.probs, kept, len(vocabulary.embedding))
+    return proposal._replace(tokens=kept[proposal.tokens], probs=probs)
 
 
 def stacked(rows: list[Drawn]) -> Drawn:

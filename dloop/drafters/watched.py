@@ -18,7 +18,7 @@ from dloop.types import Stage
 class Laws(NamedTuple):
     """What the k rows of a stage said, still on the device."""
 
-    logits: Float[Tensor, "k V"]
+    logits: Float[Tensor, "k W"]  # over the tokens that the drafter can name
     hidden: Float[Tensor, "k D"]
     confidence: Float[Tensor, " k"] | None
 

@@ -64,14 +64,14 @@ class TritonOps:
         self, hidden: Float[Tensor, "R D"], anchors: Int[Tensor, " S"], model: BlockModel, vocabulary: Vocabulary
     ) -> Float64[Tensor, "S 3 k"]:
         """The packed greedy proposals of S stages, whose rows stand one after the other."""
-        logits, size = self.head(hidden, vocabulary.head), model.config.block_size
+        logits, size, kept = self.head(hidden, vocabulary.head), model.config.block_size, vocabulary.kept
         head = model.markov_head if isinstance(model, DSpark) else None
         if head is not None and head.kind == "vanilla":
             return markov.launch(
-                logits, anchors, head.markov_w1.weight, head.markov_w2.weight, block=size, pdl=self.pdl
+                logits, anchors, (head.markov_w1.weight, head.markov_w2.weight), kept, block=size, pdl=self.pdl
             )
         if not isinstance(model, PathModel):  # no row depends on another's token
-            found = pick.launch(logits, None, self.pdl)[: len(anchors) * size]
+            found = pick.launch(logits, kept, self.pdl)[: len(anchors) * size]
             return model.predicting(found.unflatten(0, (-1, size))).mT.contiguous()
         rows, base = (
             model.predicting(x[: len(anchors) * size].unflatten(0, (-1, size))).unbind(1) for x in (hidden, logits)
@@ -80,7 +80,7 @@ class TritonOps:
         for row in range(len(rows)):
             features, state = model.read(row, rows[row], previous, state, vocabulary)
             corrected = base[row] if features is None else base[row] + F.linear(features, model.output)
-            found.append(pick.launch(corrected.contiguous(), None, self.pdl))
+            found.append(pick.launch(corrected.contiguous(), kept, self.pdl))
             previous = found[-1][:, 0].long()
         return torch.stack(found, -1)
 

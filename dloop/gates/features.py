@@ -16,7 +16,7 @@ from dloop.drafters.watched import Laws, figures
 from dloop.types import Stage, StageRequest
 
 FEATURES = (
-    "entropy",  # nats, of the row's law over the whole vocabulary
+    "entropy",  # nats, of the row's law over all that the drafter can name
     "margin",  # log-probability of the likeliest token less that of the second
     "confidence",  # DSpark's confidence logit; nan where there is no such head
 )

@@ -68,8 +68,9 @@ def likeliest(
 def row_kernel(
     logits,  # [SEQUENCES * BLOCK, V] of the rows, without bias
     anchors,  # [SEQUENCES]
-    w1,  # [V, RANK]
+    w1,  # [target's vocabulary, RANK]
     w2,  # [V, RANK]
+    kept,  # [V] int64, if MAPPED: the target's ids of the head's words
     best,  # [BLOCK, SEQUENCES, PROGRAMS] float32
     where,  # [BLOCK, SEQUENCES, PROGRAMS] int32
     mass,  # [BLOCK, SEQUENCES, PROGRAMS] float32
@@ -84,6 +85,7 @@ def row_kernel(
     WIDTH: tl.constexpr,
     PROGRAMS: tl.constexpr,
     PADDED: tl.constexpr,
+    MAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program's share of the vocabulary for row `row` of every sequence.
@@ -108,6 +110,8 @@ def row_kernel(
     else:
         start = (row - 1) * sequences * PROGRAMS
         previous = likeliest(best, where, start, sequences, PROGRAMS, PADDED, JOINED, COLUMNS)
+        if MAPPED:
+            previous = tl.load(kept + previous, mask=used, other=0).to(tl.int32)
     previous = previous.to(tl.int64)
     narrow = tl.load(w1 + previous[:, None] * RANK + r[None, :], mask=used[:, None] & (r < RANK)[None, :], other=0.0)
     tops = tl.full((WIDTH, COLUMNS), LOW, tl.float32)
@@ -141,11 +145,13 @@ def finish_kernel(
     best,  # [BLOCK, SEQUENCES, PROGRAMS]
     where,  # [BLOCK, SEQUENCES, PROGRAMS]
     mass,  # [BLOCK, SEQUENCES, PROGRAMS]
+    kept,  # [V] int64, if MAPPED
     out,  # [SEQUENCES, 3, BLOCK] float64
     sequences,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
     PADDED: tl.constexpr,
+    MAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The token of one row of one sequence, its log-probability and the top one, which is the same."""
@@ -159,6 +165,8 @@ def finish_kernel(
     top = tl.max(tops, 0)
     token = tl.load(where + at, mask=inside, other=2**31 - 1)
     token = tl.min(tl.where(tops == top, token, 2**31 - 1), 0)
+    if MAPPED:
+        token = tl.load(kept + token)
     total = tl.sum(tl.load(mass + at, mask=inside, other=0.0) * tl.exp(tops - top), 0)
     logp = tl.where(total > 0, 0.0 - tl.log(total), float("nan")).to(tl.float64)  # no law: never a certain token
     tl.store(out + s * 3 * BLOCK + row, token.to(tl.float64))
@@ -167,30 +175,35 @@ def finish_kernel(
 
 
 def launch(
-    logits: Float[Tensor, "R V"],
+    logits: Float[Tensor, "R W"],
     anchors: Int[Tensor, " S"],
-    w1: Float[Tensor, "V r"],
-    w2: Float[Tensor, "V r"],
+    factors: tuple[Float[Tensor, "V r"], Float[Tensor, "W r"]],
+    kept: Int[Tensor, " W"] | None,
     block: int,
     pdl: bool,
 ) -> Float64[Tensor, "S 3 k"]:
-    """Tokens, their log-probabilities and the top ones (the same), packed, of S sequences of `block` rows each."""
+    """Tokens, their log-probabilities and the top ones (the same), packed, of S sequences of `block` rows each.
+
+    `kept` names the words of logits and second factor; anchors, the first factor's rows and what is told are named so.
+    """
     if len(anchors) > SEQUENCES:
         parts = zip(logits.split(SEQUENCES * block), anchors.split(SEQUENCES), strict=False)  # spare rows come last
-        return torch.cat([launch(rows, own, w1, w2, block, pdl) for rows, own in parts])
-    sequences, (vocab, rank) = len(anchors), w1.shape
+        return torch.cat([launch(rows, own, factors, kept, block, pdl) for rows, own in parts])
+    sequences, (vocab, rank) = len(anchors), factors[1].shape
     cut = TILING
     programs = min(cut.programs, triton.cdiv(vocab, cut.width))
     best = torch.empty(block, sequences, programs, device=logits.device)
     mass, where = torch.empty_like(best), torch.empty_like(best, dtype=torch.int32)
     shape = dict(BLOCK=block, PROGRAMS=programs, PADDED=triton.next_power_of_2(programs), PDL=pdl)
+    shape |= dict(MAPPED=kept is not None)
+    names = where if kept is None else kept
     joined, extra = triton.next_power_of_2(sequences), launch_options(pdl)
     for row in range(block):
         row_kernel[(programs,)](
-            logits, anchors, w1, w2, best, where, mass, row, sequences, V=vocab, RANK=rank, JOINED=joined,
+            logits, anchors, *factors, names, best, where, mass, row, sequences, V=vocab, RANK=rank, JOINED=joined,
             COLUMNS=max(16, joined), DEPTH=max(64, triton.next_power_of_2(rank)), WIDTH=cut.width,
             num_warps=cut.warps, num_stages=cut.stages, **shape, **extra,
         )  # fmt: skip
     out = torch.empty(sequences, 3, block, dtype=torch.float64, device=logits.device)
-    finish_kernel[(sequences, block)](best, where, mass, out, sequences, num_warps=4, **shape, **extra)
+    finish_kernel[(sequences, block)](best, where, mass, names, out, sequences, num_warps=4, **shape, **extra)
     return out

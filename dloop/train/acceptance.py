@@ -19,6 +19,7 @@ from dloop.records import acceptance_length
 from dloop.targets.hf import HFTarget
 from dloop.train.replay import trace, walk
 from dloop.types import Round
+from dloop.vocabulary import narrowed
 
 NEVER_OPENS = 1.0
 STAGES = 4  # at most, in a round
@@ -52,7 +53,8 @@ def measure(model: HostModel, target: HFTarget, texts: Sequence[Text], gate: flo
 
 def replayed(model: BlockModel, target: HFTarget, texts: Sequence[Text], gate: float) -> Acceptance:
     """From every start position of every text."""
-    traces = [trace(model, target.vocabulary, target, prompt, answer, STAGES) for prompt, answer in texts]
+    words = narrowed(target.vocabulary, model.kept)
+    traces = [trace(model, words, target, prompt, answer, STAGES) for prompt, answer in texts]
     tallies: list[Tally] = []
     for stage in range(STAGES):
         whole = [(each.accepted[:, :stage] == each.stage_len).all(1) for each in traces]

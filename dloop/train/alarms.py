@@ -14,6 +14,7 @@ from dloop.train.objective import Objective
 from dloop.train.packed import PackedStages
 from dloop.train.parallel import whole
 from dloop.train.unroll import UnrollObjective
+from dloop.vocabulary import told
 
 STEPS = 8  # a tensor whose neighbour starts at zero has no gradient in the first step
 ANCHORS = 64  # of a sequence: enough to tell, few enough to hold their logits
@@ -78,6 +79,6 @@ def predictions(
         places = anchors.positions[..., None] + torch.arange(1, model.config.stage_len + 1, device=batch.tokens.device)
         previous = states_at(batch.tokens[..., None], places - 1)[..., 0]
         logits, _ = model.teacher_forced(stages.forward().flatten(0, 1), previous.flatten(0, 1), words)
-        guesses = logits.argmax(-1).view_as(places)
+        guesses = told(logits.argmax(-1), words.kept).view_as(places)
     marked = batch.loss_mask.gather(1, places.clamp(max=width - 1).flatten(1)).view_as(places)
     return guesses, places, marked & (places + 1 < width)

@@ -28,7 +28,7 @@ from dloop.train.objective import Loss, Objective, ObjectiveSettings, TotalWeigh
 from dloop.train.packed import PackedStages
 from dloop.train.pieces import Worked, even
 from dloop.types import Vocabulary
-from dloop.vocabulary import target_logits
+from dloop.vocabulary import narrowed, numbered, target_logits
 
 STAGES: dict[Attention, type[PackedStages]] = {"dense": PackedStages, "flex": FlexStages}
 
@@ -39,7 +39,7 @@ class StageRows(NamedTuple):
     hidden: Float[Tensor, "n B D"]
     teacher: Float[Tensor, "n k D"] | None  # the target's state one position before each label, after the final norm
     previous: Int[Tensor, "n k"]
-    labels: Int[Tensor, "n k"]
+    labels: Int[Tensor, "n k"]  # among the words that the drafter can name
     weights: Float[Tensor, "n k"]
 
     def part(self, hidden: Float[Tensor, "m B D"], where: slice) -> "StageRows":
@@ -52,12 +52,17 @@ class BlockObjective(Objective):
     """Host loss plus one loop stage.
 
     loss = (1 - w) * host + w * loop with w = `dloop_loss_weight`; each side is normalised by its own weights, summed
-    over the parts of a step. Families say what a row's terms are and how they mix.
+    over the parts of a step. Families say what a row's terms are and how they mix. With a draft vocabulary all laws,
+    the teacher's too, are over its words alone: the softmax of their logits, which is the target's law given that the
+    token is one of them.
     Source: the published README's training table.
     """
 
     prefix: ClassVar[bool] = False  # whether rows count only up to a stage's first token that is not a label
     model: BlockModel  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, model: BlockModel, vocabulary: Vocabulary, settings: ObjectiveSettings) -> None:
+        super().__init__(model, narrowed(vocabulary, model.kept), settings)
 
     @abstractmethod
     def row_sums(self, rows: StageRows) -> Sums:
@@ -120,8 +125,9 @@ class BlockObjective(Objective):
         return TotalWeights(host, loop)
 
     def row_weights(self, stage_index: int, anchors: Anchors, batch: TrainBatch) -> Float[Tensor, "B A k"]:
-        """How much each row of a stage counts."""
-        _, labelled = self.labels(self.row_positions(stage_index, anchors) + 1, anchors, batch)
+        """How much each row of a stage counts: none whose label the drafter cannot name."""
+        labels, labelled = self.labels(self.row_positions(stage_index, anchors) + 1, anchors, batch)
+        labelled = labelled & numbered(labels, self.vocabulary.kept)[1]
         return decay_weights(labelled, self.settings.loss_decay_gamma, prefix=self.prefix)
 
     def row_positions(self, stage_index: int, anchors: Anchors) -> Int[Tensor, "B A k"]:
@@ -148,7 +154,7 @@ class BlockObjective(Objective):
             hidden=hidden.flatten(0, 1),
             teacher=states_at(features.last, at).flatten(0, 1) if self.reads_teacher else None,
             previous=previous.flatten(0, 1),
-            labels=labels.flatten(0, 1),
+            labels=numbered(labels, self.vocabulary.kept)[0].flatten(0, 1),
             weights=self.row_weights(stage_index, stages.anchors, batch).flatten(0, 1),
         )
         sizes = even(len(rows.hidden), max(1, pieces.ROWS // self.model.config.stage_len))

@@ -11,7 +11,7 @@ from dloop.drafters.config import BlockConfig
 from dloop.drafters.domino import Domino
 from dloop.drafters.draft_vocab import maps_of, most_frequent
 from dloop.drafters.dspark import DSpark
-from dloop.drafters.eagle3 import Eagle3
+from dloop.drafters.eagle3 import Eagle3Config
 from dloop.drafters.families import build
 from dloop.drafters.host import HostConfig, HostModel
 from dloop.errors import UserError
@@ -44,11 +44,11 @@ def choose_vocabulary(model: HostModel, data: TokenFile) -> None:
 
     Source: the public trainers' rule. A drafter that was trained before keeps its own: another would permute its head.
     """
-    if not isinstance(model, Eagle3):
+    config = model.config
+    if not isinstance(config, Eagle3Config | BlockConfig) or config.draft_vocab_size is None:
         return
     samples = [data.sample(index) for index in range(len(data))]
     written = torch.from_numpy(np.concatenate([sample.tokens[sample.labels] for sample in samples]))
-    config = model.config
     kept = most_frequent(written, config.draft_vocab_size, config.vocab_size)
     model.load_state_dict(maps_of(kept, config.vocab_size), strict=False)
 
