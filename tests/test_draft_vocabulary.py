@@ -14,6 +14,10 @@ import dloop
 from dloop.api import generate
 from dloop.cli.main import entry
 from dloop.detect import BLOCK_FAMILIES
+from dloop.diagnosis.diagnose import diagnose
+from dloop.diagnosis.intake import take_in
+from dloop.diagnosis.measure import Text
+from dloop.diagnosis.tokens import TokenReport
 from dloop.drafters.block import BlockDrafter
 from dloop.drafters.config import BlockConfig
 from dloop.drafters.draft_vocab import maps_of, most_frequent
@@ -22,8 +26,10 @@ from dloop.errors import UserError
 from dloop.fast.drafter import FastBlockDrafter
 from dloop.fast.target import FastTarget
 from dloop.gate import ALWAYS_OPEN
+from dloop.records import acceptance_length
 from dloop.sampling import law
 from dloop.testing import teach, tiny_drafter, tiny_target, write_drafter, write_target
+from dloop.train.acceptance import measure
 from dloop.train.batch import TokenFile, TrainBatch
 from dloop.train.objective import ObjectiveSettings
 from dloop.train.objectives import objective_of
@@ -289,7 +295,8 @@ def test_a_new_drafter_learns_the_words_of_its_data(target, tmp_path, capsys, fa
     words = [
         "train", "--target-model-path", str(tmp_path / "target"), "--train-data-path", str(tmp_path / "tokens.npz"),
         "--batch-size", "2", "--log-interval", "1", "--dtype", "float32", "--device", "cpu", "--num-anchors", "8",
-        "--max-steps", "4",
+        "--max-steps", "4", "--eval-data-path", str(tmp_path / "tokens.npz"), "--eval-samples", "2",
+        "--eval-max-new-tokens", "8",
     ]  # fmt: skip
     new = [*words, "--draft-config-path", str(tmp_path / "new.json")]
     for name, more in (("whole", []), ("halves", ["--save-interval", "2"]), ("halves", ["--resume"])):
@@ -306,3 +313,22 @@ def test_a_new_drafter_learns_the_words_of_its_data(target, tmp_path, capsys, fa
     on = [*words, "--draft-init-path", str(one.parent), "--output-dir", str(tmp_path / "on")]
     assert entry(on) == 0, capsys.readouterr().err
     assert torch.equal(dloop.load_drafter(capsys.readouterr().out.split()[-1], target).model.kept, drafter.model.kept)
+
+
+@pytest.mark.parametrize("family", BLOCK_FAMILIES)
+def test_what_measures_a_drafter_reads_its_words(target, tmp_path, family):
+    """Replay is what decoding accepts, alarms see no shift, rules see its rows, the doctor finds it healthy."""
+    prompts = [[5, 9, 11, 60, 8, 7], [3, 3, 8, 8, 2, 4]]
+    texts = [(prompt, generate(target, None, prompt, max_new_tokens=40).tokens) for prompt in prompts]
+    drafter = narrowed(tiny(target, family, 3), target)
+    teach(drafter, target, [prompt + answer for prompt, answer in texts], 60)
+    found = measure(drafter.model, target, texts, -0.5)
+    outs = [generate(target, drafter, p, max_new_tokens=40, loop_gate=-0.5, max_stages=4) for p, _ in texts]
+    tau = acceptance_length([each for out in outs for each in out.rounds])
+    assert found["tau"] == pytest.approx(tau) and tau > 1
+    ruled = generate(target, drafter, prompts[0], max_new_tokens=40, stop_rule="svip")
+    assert ruled.tokens == texts[0][1]
+    write_drafter(drafter, tmp_path, "specforge")
+    told = [Text(prompt, answer) for prompt, answer in texts]
+    diagnosis = diagnose(target, take_in("it", tmp_path, target), TokenReport([], None, usable=True), told)
+    assert not [each for each in diagnosis.findings if each.severity != "note"], diagnosis.findings
