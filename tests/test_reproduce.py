@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from dloop.testing import tiny_target, write_target
 
 sys.path.append(str(ROOT / "scripts"))
 import reproduce_small
-from reproduce_small import AGAIN, STOPPED, Campaign, go_on, plan, run_dloop
+from reproduce_small import AGAIN, STOPPED, Campaign, go_on, new_drafter, plan, run_dloop
 
 FAMILIES = ("dspark", "dflash", "domino", "eagle3")
 STEPS = ["greedy", "sampled", "host", "loop", "host_as_long", "measured", "report"]
@@ -68,6 +69,14 @@ def test_every_step_is_a_command_that_parses(given, family, monkeypatch):
     loop, control = commands[3:5]
     differ = [pair for pair in zip(loop, control, strict=True) if pair[0] != pair[1]]
     assert len(differ) == 2, "the control differs by its folder and by the loop stage alone"
+
+
+@pytest.mark.parametrize(("family", "whole"), [("dspark", None), ("dflash", None), ("domino", None), ("eagle3", 16384)])
+def test_a_drafter_names_as_many_words_as_it_is_given(given, family, whole):
+    campaign = given(family=family)
+    assert new_drafter(campaign).draft_vocab_size == 64
+    unsaid = new_drafter(replace(campaign, draft_vocab_size=None)).draft_vocab_size
+    assert unsaid == (whole and min(whole, test_cli.VOCAB))
 
 
 def test_a_call_goes_on_where_the_last_one_ended(given, monkeypatch):
