@@ -44,12 +44,13 @@ SIZED = ("markov_head.markov_w2.weight", "embed_proj.2.weight")  # heads' matric
 PROMPT = [5, 9, 11, 60, 2, 2, 7]
 
 
-def narrowed(whole: BlockDrafter, target) -> BlockDrafter:
-    """The same weights, over KEPT alone."""
-    config = replace(whole.config, draft_vocab_size=len(KEPT))
-    model = build(config).eval().requires_grad_(False)
-    weights = {name: value[KEPT] if name in SIZED else value for name, value in whole.model.state_dict().items()}
-    model.load_state_dict(weights | maps_of(KEPT, VOCAB))
+def narrowed(whole: BlockDrafter, target, kept: torch.Tensor = KEPT) -> BlockDrafter:
+    """The same weights, over these words alone."""
+    config = replace(whole.config, draft_vocab_size=len(kept))
+    model = build(config).to(target.dtype).to(target.device).eval().requires_grad_(False)
+    weights = {name: value.cpu() for name, value in whole.model.state_dict().items()}
+    weights |= {name: weights[name][kept] for name in SIZED if name in weights}
+    model.load_state_dict(weights | maps_of(kept, config.vocab_size))
     return cast(BlockDrafter, loaded("narrow", model, target.vocabulary))
 
 
@@ -332,3 +333,18 @@ def test_what_measures_a_drafter_reads_its_words(target, tmp_path, family):
     told = [Text(prompt, answer) for prompt, answer in texts]
     diagnosis = diagnose(target, take_in("it", tmp_path, target), TokenReport([], None, usable=True), told)
     assert not [each for each in diagnosis.findings if each.severity != "note"], diagnosis.findings
+
+
+@pytest.mark.gpu
+def test_narrow_stages_are_drafted_inside_the_graph():
+    target = dloop.load_target("smollm2", dtype="bfloat16", device="cuda", engine="fast")
+    ids = torch.arange(target.vocab_size)
+    twin = narrowed(cast(BlockDrafter, dloop.load_drafter("demo", target)), target, ids[ids % 3 != 1])
+    fast, prompt = FastBlockDrafter.of(twin), list(range(5, 29))
+    plain = dloop.generate(target, None, prompt, 64, stop_token_ids=()).tokens
+    for budget in (0, 24):
+        words = {"loop_gate": -0.5, "max_stages": 2, "stop_token_ids": (), "tree_budget": budget}
+        one, other = (dloop.generate(target, each, prompt, 64, **words) for each in (twin, fast))
+        assert one.tokens == other.tokens == plain
+        alike = [a.draft.tokens == b.draft.tokens for a, b in zip(one.rounds, other.rounds, strict=False)]
+        assert sum(alike) > 0.8 * len(alike), "bfloat16 turns near-ties, not most drafts"

@@ -135,6 +135,10 @@ class BlockDrafter(HostDrafter):
 
     model: BlockModel
 
+    def __post_init__(self) -> None:
+        whole = self.config.draft_vocab_size is None
+        assert whole == (self.vocabulary.kept is None), "its head has the rows of the tokens that it can name"
+
     @property
     def config(self) -> BlockConfig:
         return self.model.config
