@@ -116,7 +116,7 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None  # the old one dies with its graphs
 
     def __call__(self, name: str, forward: Forward[T], *before: Forward[None]) -> T:
-        """`before` in their order, then `forward`: one copy to the device and one launch for all.
+        """`before` in their order, then `forward`: one block of integers and one replay for all.
 
         A graph is captured with empty blocks of the layouts, which touch no memory.
         """
