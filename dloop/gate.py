@@ -33,10 +33,10 @@ class Gate(Protocol):
 
 @runtime_checkable
 class Prepares(Protocol):
-    """A gate with work of its own to do between a round and the next question."""
+    """A gate with work of its own to do between its last answer and the next round's end."""
 
     def prepare(self) -> None:
-        """Do it now, as long as a device drafts. `opens` does what was not done."""
+        """Do it now, as long as a device verifies. `observe` does what was not done."""
         ...
 
 

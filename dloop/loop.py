@@ -152,10 +152,10 @@ def decode(session: Session, slot: int, prompt: list[int], *, gate: Gate, judge:
         started = time.perf_counter()
         draft, records = Draft.rooted(anchor, position), []
         if drafter is not None:
-            ask = StageRequest(slot=slot, anchor=anchor, index=0, sampling=judge.drafting, meanwhile=meanwhile)
+            ask = StageRequest(slot=slot, anchor=anchor, index=0, sampling=judge.drafting)
             draft, records = yield from grow(draft, ask, drafter.stage_len, gate, limits, produced)
         drafted = time.perf_counter()
-        seen = yield VerifyRequest(slot=slot, draft=draft)
+        seen = yield VerifyRequest(slot=slot, draft=draft, meanwhile=meanwhile)
         assert isinstance(seen, Seen)
         if isinstance(drafter, ReadsAhead) and draft.is_chain:
             drafter.read_ahead(slot, position, seen.features)
@@ -288,5 +288,8 @@ def verify_packed(requests: list[VerifyRequest], target: Target) -> list[Seen]:
     if not requests:
         return []
     seen = target.verify(Rows.pack(requests))
+    for request in requests:  # a device verifies: what was meant for this time
+        if request.meanwhile is not None:
+            request.meanwhile()
     stops = list(itertools.accumulate(len(request.draft.tokens) for request in requests))
     return [seen.between(start, stop) for start, stop in itertools.pairwise([0, *stops])]

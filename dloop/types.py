@@ -288,7 +288,6 @@ class StageRequest:
     anchor: int
     index: int
     sampling: Sampling | None = None  # None: the drafter's most likely tokens
-    meanwhile: Callable[[], None] | None = field(default=None, compare=False)  # for the host, while a device drafts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,3 +296,4 @@ class VerifyRequest:
 
     slot: int
     draft: Draft
+    meanwhile: Callable[[], None] | None = None  # for the host, while a device verifies

@@ -20,10 +20,8 @@ from dloop.batch import generate_many
 from dloop.detect import FAMILIES
 from dloop.errors import UserError
 from dloop.fast.chain import FastChainDrafter
-from dloop.fast.chain_memory import FastChainMemory
 from dloop.fast.drafter import FastBlockDrafter
-from dloop.fast.drafter_memory import FastBlockMemory
-from dloop.fast.target import FastTarget
+from dloop.fast.target import FastMemory, FastTarget
 from dloop.gate import ALWAYS_OPEN, NEVER_OPENS, FixedGate, Gate
 from dloop.gates import auto
 from dloop.gates.auto import Learner
@@ -37,6 +35,7 @@ from dloop.gates.played import TracedJudge, nothing, play, walked
 from dloop.gates.trace import Ground, Text
 from dloop.gates.value import gains_of
 from dloop.gates.walk import gate_depths, walk
+from dloop.judge import Match
 from dloop.loop import Limits, Session, decode, run_many
 from dloop.records import round_record
 from dloop.settings import Settings
@@ -550,6 +549,8 @@ def test_a_step_is_all_rounds_before_the_next_question():
         gate.observe(round_of(chained(-0.1), [1], seconds=(1e-3, 2e-3)))
     assert 2 not in learner.clock.times
     gates[0].opens(chained(-0.1))
+    assert 2 not in learner.clock.times and learner.live == 3, "learned from while this step's draft is verified"
+    gates[0].prepare()
     assert learner.clock.times[2].draft.seen == before + 1 and learner.live == 3
     assert learner.clock.times[1].draft.seen == before
 
@@ -569,6 +570,7 @@ def test_a_step_ends_too_where_rules_cut_all_stages_and_no_gate_is_asked(live):
             for gate in gates:
                 gate.observe(cut_short())
     gates[0].opens(chained(-0.1))
+    gates[0].prepare()
     assert learner.live == live and learner.clock.times.keys() == {1, live.bit_length()}
     assert learner.clock.times[live.bit_length()].draft.seen == auto.COLD_ROUNDS + 8
 
@@ -627,9 +629,9 @@ def test_lessons_learned_early_or_late_decide_alike(name):
     decided: list[bool] = []
     for _ in range(400):
         drafts = [chained(*scores) for scores in [[-draw.expovariate(2.0) for _ in range(n)] for n in (1, 2)]]
-        gates[0].prepare()
         (one, other), thresholds = ([gate.opens(drafts[0]) for gate in gates], [gate.threshold for gate in gates])
         assert one == other and thresholds[0] == thresholds[1]
+        gates[0].prepare()
         decided.append(one)
         draft = drafts[one]
         known = round_of(draft, list(range(1, 1 + draw.randrange(len(draft.tokens)))), seconds=(1e-4 * (1 + one), 3e-3))
@@ -641,33 +643,23 @@ def test_lessons_learned_early_or_late_decide_alike(name):
 
 @pytest.mark.parametrize("budget", [0, 8])
 @pytest.mark.parametrize("family", ["dspark", "eagle3"])
-def test_lessons_are_learned_while_the_device_drafts(target, family, budget, monkeypatch):
-    """Between the launch of a stage's forward and the reading of its tokens."""
+def test_lessons_are_learned_while_the_device_verifies(target, family, budget, monkeypatch):
+    """Between the launch of a verification and the reading of the target's tokens."""
     slow = tiny_drafter(target, family=family)
     kind = FastChainDrafter if family == "eagle3" else FastBlockDrafter
     events: list[str] = []
-    memory = FastChainMemory if family == "eagle3" else FastBlockMemory
-    for name in ("chain", "trees") if family == "eagle3" else ("stage",):
-        launch = getattr(memory, name)
-
-        def launched(*args, launch=launch, **kwargs):
-            events.append("launched")
-            return launch(*args, **kwargs)
-
-        monkeypatch.setattr(memory, name, launched)
-    for name in ("prepare", "opens"):
-        did = getattr(auto.Auto, name)
+    for place, name in ((FastMemory, "verify"), (auto.Auto, "prepare"), (Match, "__call__")):
+        did = getattr(place, name)
 
         def noted(self, *args, name=name, did=did):
             events.append(name)
             return did(self, *args)
 
-        monkeypatch.setattr(auto.Auto, name, noted)
-    monkeypatch.setattr(auto.Auto, "threshold", property(lambda gate: gate.learner.shown))
+        monkeypatch.setattr(place, name, noted)
     fast = FastTarget.of(target), kind.of(slow)
-    dloop.generate(*fast, PROMPT, 12, loop_gate="auto", tree_budget=budget)
-    assert events[:3] == ["launched", "prepare", "opens"]
-    assert [*map(events.count, ("launched", "prepare", "opens"))] == [len(events) // 3] * 3
+    text = dloop.generate(*fast, PROMPT, 12, loop_gate="auto", tree_budget=budget)
+    rounds = events[events.index("prepare") - 1 :]  # a short prompt is read by a verification too
+    assert rounds == ["verify", "prepare", "__call__"] * len(text.rounds)
 
 
 def test_what_is_shared_depends_on_target_law_and_shape(target, drafter):

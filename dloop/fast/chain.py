@@ -21,7 +21,7 @@ from dloop.fast.drafter_memory import MOST_WAITING
 from dloop.fast.graphs import Forward
 from dloop.fast.lease import lease
 from dloop.fast.rows import BlockRows, Run
-from dloop.fast.runner import Arrival, use_the_time
+from dloop.fast.runner import Arrival
 from dloop.fast.target import START_CONTEXT
 from dloop.fast.weights import ChainStack, chain_stack
 from dloop.trees.shape import TreeShape
@@ -217,7 +217,6 @@ class ChainSession:
         further = [replace(request, index=request.index + 1) for request in requests]
         if alone:  # the host's decision takes longer than that; if the stage never comes, the next round writes over it
             self.memory.go_ahead(*self._one_each(further))
-        use_the_time(requests)
         packed = arrival.wait()
         if alone:
             self.ahead = {
@@ -239,5 +238,4 @@ class ChainSession:
             for values, value in zip(rows, (request.anchor, anchor, request.slot), strict=True):
                 values.extend([value] * width)
         arrival = Arrival(self.memory.trees(rows, runs, self.stage_len, nodes, before)[: len(requests)])
-        use_the_time(requests)
         return [to_tree(one, self.stage_len) for one in arrival.wait()]

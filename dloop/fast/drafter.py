@@ -13,7 +13,7 @@ from dloop.drafters.proposal import to_stage
 from dloop.fast.drafter_memory import MOST_GRAPHED, MOST_WAITING, Block, FastBlockMemory, Manner, Staged, Staging
 from dloop.fast.lease import lease
 from dloop.fast.rows import Run
-from dloop.fast.runner import Arrival, use_the_time
+from dloop.fast.runner import Arrival
 from dloop.fast.target import START_CONTEXT
 from dloop.fast.weights import Stack, drafter_stack
 from dloop.trees.shape import TreeShape
@@ -143,7 +143,6 @@ class DrafterSession:
         staged = self._stage_made_ready(requests, manner) or self._stage(requests, manner)
         arrival = Arrival(staged.packed[: len(requests)])
         self._go_ahead(requests)
-        use_the_time(requests)
         packed = arrival.wait()
         if staged.probs is None:
             return list(map(staged.build or to_stage, packed))
@@ -177,7 +176,7 @@ class DrafterSession:
     def _stage_made_ready(self, requests: Sequence[StageRequest], manner: Manner) -> Staged | None:
         """The stage that `_go_ahead` made ready, if it is the one."""
         ready, self.ready = self.ready, None
-        if ready is None or [replace(each, anchor=0, meanwhile=None) for each in requests] != [ready.request]:
+        if ready is None or [replace(each, anchor=0) for each in requests] != [ready.request]:
             return None
         (request,) = requests
         self.length[request.slot] = ready.length
@@ -204,7 +203,7 @@ class DrafterSession:
         if not self.is_ahead:
             return
         (asked,) = requests
-        request = replace(asked, anchor=0, index=asked.index + 1, meanwhile=None)
+        request = replace(asked, anchor=0, index=asked.index + 1)
         slot, gap = request.slot, self._new_gap(request.index)
         if gap:
             self.memory.fill(self._gap_rows({slot: gap}))  # no more than the stage before had room for

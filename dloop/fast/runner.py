@@ -1,6 +1,6 @@
 """What the memories of all drafters on the fast path share: a static store, and how a forward over it runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from dloop.fast.stack import Memory
 from dloop.fast.target import columns_of
 from dloop.fast.weights import Stack
 from dloop.sampling import DRAFT_STREAM, salt
-from dloop.types import StageRequest
 
 T = TypeVar("T")
 Pack = Callable[[list[Run], Layout], Integers]  # the rows' integers, in the layout that was found for them
@@ -103,10 +102,3 @@ class Arrival:
 def apply(fn: Callable[[Ops, RowBatch], T], ops: Ops, layout: Layout, runs: list[Run], block: Tensor) -> T:
     """`fn` of the rows that a block of integers on the device describes."""
     return fn(ops, layout.views(block, runs))
-
-
-def use_the_time(requests: Sequence[StageRequest]) -> None:
-    """The device drafts: do what was meant for this time."""
-    for request in requests:
-        if request.meanwhile is not None:
-            request.meanwhile()

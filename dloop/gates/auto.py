@@ -3,9 +3,10 @@
     open  iff  expected tokens of a further stage  >  THETA * rate * its seconds
 
 with rate the tokens a second that decoding makes: the time could be spent on those. Everything is learned while
-decoding, from finished rounds alone: what a stage brings (`value`), what it costs and the rate (`clock`). Gates of one
-pair share what they learn. Nothing that was drafted is ever taken back, and a decision reads nothing but earlier rounds
-and what will be verified anyway, so the text's law stays the target's.
+decoding, from finished rounds alone: what a stage brings (`value`), what it costs and the rate (`clock`). A round is
+learned from while the next one is verified, when the host has nothing else to do: a decision knows all rounds but the
+last. Gates of one pair share what they learn. Nothing that was drafted is ever taken back, and a decision reads nothing
+but earlier rounds and what will be verified anyway, so the text's law stays the target's.
 
 With n sequences alive a stage keeps n sequences waiting, and serves all that draft it: the first that would open it
 counts on those that are asked after it, the others pay for their rows alone.
@@ -45,6 +46,7 @@ class Learner:
     value: Value
     clock: Clock = field(default_factory=Clock)
     rounds: int = 0
+    learned: int = 0  # of them
     nodes: float = 0.0  # of a further stage; 0: none was seen
     surplus: float = 0.0  # tokens that a decision wins where the stage is drafted anyway, in the mean
     since_probe: int = 0  # steps
@@ -52,7 +54,8 @@ class Learner:
     joined: int = 0  # gates made since the last step
     finished: int = 0  # rounds of the step that is being observed
     pending: list[Round] = field(default_factory=list[Round], repr=False)  # those of them that teach
-    lessons: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]], repr=False)  # not learned yet
+    lessons: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]], repr=False)  # of that step
+    due: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]], repr=False)  # of the step before
     shown: float | None = COLD_THRESHOLD  # the threshold since the last step
     asked: dict[int, int] = field(default_factory=dict[int, int], repr=False)  # sequences, by stages drafted
     opened: dict[int, int] = field(default_factory=dict[int, int], repr=False)
@@ -64,12 +67,12 @@ class Learner:
     @property
     def times(self) -> Times | None:
         """What stages and rows take now; None in a cold start."""
-        return self.clock.at(self.live) if self.rounds >= COLD_ROUNDS else None
+        return self.clock.at(self.live) if self.learned >= COLD_ROUNDS else None
 
     def gate(self, *, teaches: bool = True) -> "Auto":
         """A gate for one more sequence, which begins between two steps."""
         with self.lock:
-            self.settle()
+            self.begin()
             self.joined += 1
         return Auto(self, teaches)
 
@@ -80,26 +83,39 @@ class Learner:
         self.pending.append(round)
 
     def _learn(self, round: Round) -> None:
+        self.learned += 1
         self.value.learn(round)
         if round.stages > 1:
             last = round.stage_records[-1]
             self.nodes += (last.stop - last.start - self.nodes) * (0.1 if self.nodes else 1.0)
 
-    def settle(self) -> None:
-        """All rounds of a step are there when the next stage is drafted, or another follows: learn from them."""
+    def begin(self) -> None:
+        """All rounds of a step are there when the next stage is drafted, or another follows: what they teach is due."""
         if not self.finished:
             return
-        for lesson in self.lessons:
-            lesson()
+        self.learn()
+        self.due = self.lessons
         self.live = max(self.finished, self.joined)
         if len(self.pending) == self.finished:
-            self.clock.add(self.pending)
+            self.due.append(partial(self.clock.add, self.pending))
         self.lessons, self.pending, self.asked, self.opened = [], [], {}, {}
         self.cuts, self.cutting = self.cutting, {}
         self.finished = self.joined = 0
         self.since_probe += 1
         self.step += 1
-        self.shown = self.threshold
+
+    def learn(self) -> None:
+        """What is due: before the next rounds are observed, whoever finds the time."""
+        if self.due:
+            for lesson in self.due:
+                lesson()
+            self.due = []
+            self.shown = self.threshold
+
+    def settle(self) -> None:
+        """Learn from all rounds there are."""
+        self.begin()
+        self.learn()
 
     def opens(self, stage: int, score: float, survivals: list[float], size: int) -> bool:
         """Whether the sequence that is asked now drafts on after `stage` stages, the last one of `size` nodes."""
@@ -160,7 +176,6 @@ class Auto:
     @property
     def threshold(self) -> float | None:
         """What the scores of the whole chain are held against; None where they do not decide alone."""
-        self.prepare()
         return self.learner.shown
 
     def prepare(self) -> None:
@@ -172,12 +187,13 @@ class Auto:
             self.survivals = []
         size = draft.stops[-1] - (draft.stops[-2] if draft.num_stages > 1 else 1)
         with self.learner.lock:
-            self.learner.settle()
+            self.learner.begin()
             self.survivals.append(self.learner.value.survival(draft))
             return self.learner.opens(draft.num_stages, sum(draft.scores), self.survivals, size)
 
     def observe(self, round: Round) -> None:
         with self.learner.lock:
+            self.learner.learn()
             self._observe(round)
 
     def _observe(self, round: Round) -> None:

@@ -138,6 +138,7 @@ def restored(state: State, key: str) -> Learner:
             value_of(state["value"]),
             Clock(clock),
             rounds=state["rounds"],
+            learned=state["rounds"],
             nodes=number(state["nodes"]),
             surplus=number(state["surplus"]),
         )
