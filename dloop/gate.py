@@ -32,10 +32,10 @@ class Gate(Protocol):
 
 
 @runtime_checkable
-class Prepares(Protocol):
+class LearnsMeanwhile(Protocol):
     """A gate with work of its own to do between its last answer and the next round's end."""
 
-    def prepare(self) -> None:
+    def learn_meanwhile(self) -> None:
         """Do it now, as long as a device verifies. `observe` does what was not done."""
         ...
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from dloop.gate import Gate, Prepares
+from dloop.gate import Gate, LearnsMeanwhile
 from dloop.types import (
     Draft,
     Features,
@@ -145,7 +145,7 @@ def decode(session: Session, slot: int, prompt: list[int], *, gate: Gate, judge:
         drafter.extend(slot, 0, prompt, seen.features)
     anchor, position = judge.first(seen.logits[-1], len(prompt)), len(prompt)
     finish = limits.cut([anchor], 0)[1]
-    produced, meanwhile = 1, gate.prepare if isinstance(gate, Prepares) else None
+    produced, meanwhile = 1, gate.learn_meanwhile if isinstance(gate, LearnsMeanwhile) else None
     yield First(token=anchor, finish=finish)
 
     while finish is None:

@@ -83,8 +83,8 @@ class Campaign:
 
     def __post_init__(self) -> None:
         """Raises UserError for what no step could use."""
-        if not self.minutes >= 0:
-            raise UserError(f"--minutes {self.minutes} must be a number >= 0")
+        if not self.minutes > 0:
+            raise UserError(f"--minutes {self.minutes} must be a number > 0")
         if not self.gates:
             raise UserError("--gates names none; give at least one, such as -0.5")
         for path in filter(None, (self.prompts, self.tokens, self.data_dir)):

@@ -550,7 +550,7 @@ def test_a_step_is_all_rounds_before_the_next_question():
     assert 2 not in learner.clock.times
     gates[0].opens(chained(-0.1))
     assert 2 not in learner.clock.times and learner.live == 3, "learned from while this step's draft is verified"
-    gates[0].prepare()
+    gates[0].learn_meanwhile()
     assert learner.clock.times[2].draft.seen == before + 1 and learner.live == 3
     assert learner.clock.times[1].draft.seen == before
 
@@ -570,7 +570,7 @@ def test_a_step_ends_too_where_rules_cut_all_stages_and_no_gate_is_asked(live):
             for gate in gates:
                 gate.observe(cut_short())
     gates[0].opens(chained(-0.1))
-    gates[0].prepare()
+    gates[0].learn_meanwhile()
     assert learner.live == live and learner.clock.times.keys() == {1, live.bit_length()}
     assert learner.clock.times[live.bit_length()].draft.seen == auto.COLD_ROUNDS + 8
 
@@ -631,7 +631,7 @@ def test_lessons_learned_early_or_late_decide_alike(name):
         drafts = [chained(*scores) for scores in [[-draw.expovariate(2.0) for _ in range(n)] for n in (1, 2)]]
         (one, other), thresholds = ([gate.opens(drafts[0]) for gate in gates], [gate.threshold for gate in gates])
         assert one == other and thresholds[0] == thresholds[1]
-        gates[0].prepare()
+        gates[0].learn_meanwhile()
         decided.append(one)
         draft = drafts[one]
         known = round_of(draft, list(range(1, 1 + draw.randrange(len(draft.tokens)))), seconds=(1e-4 * (1 + one), 3e-3))
@@ -648,7 +648,7 @@ def test_lessons_are_learned_while_the_device_verifies(target, family, budget, m
     slow = tiny_drafter(target, family=family)
     kind = FastChainDrafter if family == "eagle3" else FastBlockDrafter
     events: list[str] = []
-    for place, name in ((FastMemory, "verify"), (auto.Auto, "prepare"), (Match, "__call__")):
+    for place, name in ((FastMemory, "verify"), (auto.Auto, "learn_meanwhile"), (Match, "__call__")):
         did = getattr(place, name)
 
         def noted(self, *args, name=name, did=did):
@@ -658,8 +658,21 @@ def test_lessons_are_learned_while_the_device_verifies(target, family, budget, m
         monkeypatch.setattr(place, name, noted)
     fast = FastTarget.of(target), kind.of(slow)
     text = dloop.generate(*fast, PROMPT, 12, loop_gate="auto", tree_budget=budget)
-    rounds = events[events.index("prepare") - 1 :]  # a short prompt is read by a verification too
-    assert rounds == ["verify", "prepare", "__call__"] * len(text.rounds)
+    rounds = events[events.index("learn_meanwhile") - 1 :]  # a short prompt is read by a verification too
+    assert rounds == ["verify", "learn_meanwhile", "__call__"] * len(text.rounds)
+
+
+def test_a_gate_s_own_method_prepare_is_its_own_affair(target, drafter):
+    @dataclass(frozen=True)
+    class Mine(FixedGate):
+        def prepare(self, dish: str) -> str:
+            return dish
+
+    limits, judge = Limits(max_new_tokens=8, context=64), Match(Sampling(temperature=0.0))
+    for gate in (Mine(-0.5), FixedGate(-0.5)):
+        session = Session(target.open(drafter.taps), drafter.open())
+        task = decode(session, 0, PROMPT, gate=gate, judge=judge, limits=limits)
+        assert len(list(run_many([task], session))) > 1
 
 
 def test_what_is_shared_depends_on_target_law_and_shape(target, drafter):

@@ -94,7 +94,7 @@ def test_a_call_goes_on_where_the_last_one_ended(given, monkeypatch):
     assert [(row["step"], row["exit"], row["restarts"]) for row in rows(campaign)] == [
         ("greedy", 0, 0), ("sampled", AGAIN, 0), ("sampled", 0, 1), ("host", 1, 0),
     ]  # fmt: skip
-    assert go_on(given(minutes=0.0), run) == AGAIN and len(called) == 4, "no time: nothing begins"
+    assert go_on(given(minutes=1e-9), run) == AGAIN and len(called) == 4, "no time: nothing begins"
 
 
 def test_what_cannot_begin_is_refused(given, tmp_path):
@@ -104,6 +104,7 @@ def test_what_cannot_begin_is_refused(given, tmp_path):
         ({"tokens": tmp_path / "prompts.jsonl"}, "not both"),
         ({"data_dir": tmp_path / "none"}, "does not exist"),
         ({"minutes": math.nan}, "--minutes"),
+        ({"minutes": 0.0}, "--minutes"),  # a loop around it would never end
         ({"gates": ["foo"]}, "--loop-gate"),
         ({"gates": ["-0.5", "-0.5"]}, "measured already"),
         ({"bench": "tree-budgets=0"}, "--tree-budget"),

@@ -98,7 +98,7 @@ class DrafterSession:
             self.committed[slot] = 0
         assert self.committed[slot] == position
         count, foreseen = len(tokens), self.foreseen
-        self.foreseen = None
+        self.foreseen = self.ready = None  # the states may move where another slot needs room
         if foreseen is not None and self.is_ahead and foreseen.taps.data_ptr() == features.taps.data_ptr():
             self.committed[slot] = self.length[slot] = position + count
             return

@@ -178,7 +178,7 @@ class Auto:
         """What the scores of the whole chain are held against; None where they do not decide alone."""
         return self.learner.shown
 
-    def prepare(self) -> None:
+    def learn_meanwhile(self) -> None:
         with self.learner.lock:
             self.learner.settle()
 
