@@ -348,3 +348,11 @@ def test_narrow_stages_are_drafted_inside_the_graph():
         assert one.tokens == other.tokens == plain
         alike = [a.draft.tokens == b.draft.tokens for a, b in zip(one.rounds, other.rounds, strict=False)]
         assert sum(alike) > 0.8 * len(alike), "bfloat16 turns near-ties, not most drafts"
+
+
+@pytest.mark.parametrize("rule", ["svip", "bild"])
+def test_a_rule_reads_rows_over_a_single_word(target, rule):
+    """There is no second word: its margin is without end."""
+    drafter = narrowed(tiny(target, "dflash"), target, torch.tensor([5]))
+    text = generate(target, None, PROMPT, max_new_tokens=6).tokens
+    assert generate(target, drafter, PROMPT, max_new_tokens=6, stop_rule=rule).tokens == text

@@ -24,9 +24,10 @@ class Laws(NamedTuple):
 
 
 def figures(logits: Float[Tensor, "k V"]) -> Float32[Tensor, "k 3"]:
-    """Each row's top log-probability, its margin over the second, and the entropy in nats."""
+    """Each row's top log-probability, its margin over the second (inf where there is none), and the entropy in nats."""
     logp = logits.float().log_softmax(-1)
-    first, second = logp.topk(2, -1).values.unbind(-1)
+    best = logp.topk(min(2, logp.shape[-1]), -1).values
+    first, second = best[..., 0], best[..., 1] if best.shape[-1] > 1 else torch.full_like(best[..., 0], -torch.inf)
     entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)  # 0 * -inf is 0 here, NaN stays NaN
     return torch.stack([first, first - second, entropy], -1)
 
