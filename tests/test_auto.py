@@ -42,7 +42,7 @@ from dloop.settings import Settings
 from dloop.stop import NOTHING
 from dloop.testing import chain, good_drafter, taught_drafter, tiny_drafter, tiny_target
 from dloop.trace import trace
-from dloop.types import Draft, Round, Rows, Seen, Stage, StageRecord, StageRequest
+from dloop.types import Draft, Round, Rows, Sampling, Seen, Stage, StageRecord, StageRequest
 
 PROMPT = [5, 9, 11, 60]
 AUTOS = ("auto", "auto:full")
