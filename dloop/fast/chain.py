@@ -214,14 +214,12 @@ class ChainSession:
         drafted = self.memory.chain(*self._one_each(requests), self.stage_len, law, before)
         arrival = Arrival(drafted.packed[: len(requests)])
         alone = len(self.slots) == 1 and self.memory.overlaps
-        further = [replace(request, index=request.index + 1) for request in requests]
         if alone:  # the host's decision takes longer than that; if the stage never comes, the next round writes over it
-            self.memory.go_ahead(*self._one_each(further))
+            self.memory.go_ahead(*self._one_each([replace(request, index=request.index + 1) for request in requests]))
         packed = arrival.wait()
         if alone:
-            self.ahead = {
-                one.slot: (one.index, int(tokens[-1])) for one, (tokens, _, _) in zip(further, packed, strict=True)
-            }
+            (request,), ((tokens, _, _),) = requests, packed
+            self.ahead = {request.slot: (request.index + 1, int(tokens[-1]))}
         if drafted.probs is None:
             return [to_stage(one) for one in packed]
         return [
